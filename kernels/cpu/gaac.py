@@ -1,0 +1,371 @@
+"""GAAC in numba; byte for byte what kernels/reference/gaac.py does.
+
+Geometry: a chunk is ``slabs`` runs of ``slab_len`` elements, a slab is cut into tiles of
+``8 * columns`` consecutive elements (the last one may be short), row r of a tile starts at
+``r * columns``. Groups along tokens: one slab per outer index, ``columns = inner``. Groups along
+channels: one slab per token, one tile per slab, ``columns = ceil(inner / 8)``; then the bases of a
+row start ``columns`` after those of the row before.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, uint8, uint16, uint32
+from numpy.typing import NDArray
+
+from kvz.kernels.cpu.gaac_simd import decode_columns_narrow, decode_columns_wide, encode_columns
+from kvz.kernels.cpu.simd import (
+    HAVE_SIMD,
+    STORE_SLACK,
+    compress_store,
+    load_word,
+    popcount,
+    store_word,
+)
+
+__all__ = ["DECODE_OK", "STATUS_TEXT", "STORE_SLACK", "decode", "encode"]
+
+DECODE_OK = 0
+ESCAPES_TRUNCATED, OFFSET_WRONG, TAG_INVALID = 1, 2, 3
+#: What the other results of ``decode`` mean.
+STATUS_TEXT = {
+    ESCAPES_TRUNCATED: "the tags promise more escapes than there are",
+    OFFSET_WRONG: "an escape offset, or the number of escapes, does not follow from the tags",
+    TAG_INVALID: "a tag has a value that this window set does not use",
+}
+
+_ROWS = 8
+
+
+@njit(nogil=True, cache=True)
+def _encode_columns_plain(
+    chunk, sign_mantissa, at, remaining, first, columns, bases, base_at, base_row, base_stride,
+    narrow, low, group, plane2, plane3, tags, tag_at, tag_len,
+):  # fmt: skip
+    """Columns ``first ...`` of the tile at ``chunk[at]``, of which ``remaining`` elements exist."""
+    for c in range(first, columns):
+        span2, span3, span4 = uint32(0), uint32(0), uint32(0)
+        for r in range(_ROWS):
+            cell = r * columns + c
+            if cell < remaining:
+                bits = uint32(chunk[at + cell])
+                sign_mantissa[at + cell] = uint8(((bits >> 8) & 0x80) | (bits & 0x7F))
+                exponent = (bits >> uint32(7)) & uint32(0xFF)
+                b = base_at + r * base_row + c
+                span2 |= uint32(exponent - uint32(bases[b]))
+                span3 |= uint32(exponent - uint32(bases[b + base_stride]))
+                span4 |= uint32(exponent - uint32(bases[b + 2 * base_stride]))
+        if narrow and span2 < 4:
+            tag = 0
+        elif span3 < 8:
+            tag = 1
+        elif span4 < 16:
+            tag = 2
+        else:
+            tag = 3
+        tags[tag_at + (c >> 3)] |= uint8((tag & 1) << (c & 7))
+        tags[tag_at + tag_len + (c >> 3)] |= uint8((tag >> 1) << (c & 7))
+        word, p2, p3 = uint32(0), uint32(0), uint32(0)
+        for r in range(_ROWS):
+            cell = r * columns + c
+            if cell < remaining:
+                code = (uint32(chunk[at + cell]) >> uint32(7)) & uint32(0xFF)
+                if tag < 3:
+                    code -= uint32(bases[base_at + r * base_row + c + tag * base_stride])
+                word |= (code & uint32(3)) << uint32(2 * r)
+                p2 |= ((code >> uint32(2)) & uint32(1)) << uint32(r)
+                p3 |= ((code >> uint32(3)) & uint32(1)) << uint32(r)
+        low[group + c] = uint16(word)
+        plane2[c] = uint8(p2)
+        plane3[c] = uint8(p3)
+
+
+@njit(nogil=True, cache=True)
+def _emit(plane, mask_a, mask_b, tags, columns, vector, escapes, position):
+    """Append ``plane[c]`` for every column whose bit is set in either tag half."""
+    first = 0
+    if vector:
+        while first + 32 <= columns:
+            byte = first >> 3
+            mask = load_word(tags, mask_a + byte) | load_word(tags, mask_b + byte)
+            compress_store(plane, first, mask, escapes, position)
+            position += popcount(mask)
+            first += 32
+    for c in range(first, columns):
+        mask = tags[mask_a + (c >> 3)] | tags[mask_b + (c >> 3)]
+        if (mask >> (c & 7)) & 1:
+            escapes[position] = plane[c]
+            position += 1
+    return position
+
+
+@njit(nogil=True, cache=True)
+def _emit_raw(chunk, at, remaining, columns, tags, tag_at, tag_len, escapes, position):
+    """Append planes 4-7 of every raw group."""
+    for byte in range(tag_len):
+        raw = tags[tag_at + byte] & tags[tag_at + tag_len + byte]
+        if raw == 0:
+            continue
+        for c in range(8 * byte, min(columns, 8 * byte + 8)):
+            if (raw >> (c & 7)) & 1:
+                for plane in range(4):
+                    bits = 0
+                    for r in range(_ROWS):
+                        cell = r * columns + c
+                        if cell < remaining:
+                            bits |= ((chunk[at + cell] >> (11 + plane)) & 1) << r
+                    escapes[position + plane] = uint8(bits)
+                position += 4
+    return position
+
+
+@njit(nogil=True, cache=True)
+def _encode(
+    chunk, bases, inner, slabs_per_outer, slab_len, columns, base_row, narrow, block_tiles, vector,
+    sign_mantissa, low, dense_plane2, tags, offsets, escapes, plane2, plane3,
+):  # fmt: skip
+    base_stride = bases.size // 3
+    tag_len = (columns + 7) >> 3
+    tile_len = _ROWS * columns
+    position, tile = 0, 0
+    for slab in range(chunk.size // slab_len):
+        base_at = (slab // slabs_per_outer) * inner
+        for start in range(0, slab_len, tile_len):
+            at = slab * slab_len + start
+            remaining = min(slab_len - start, tile_len)
+            group = tile * columns
+            tag_at = tile * 2 * tag_len
+            if tile % block_tiles == 0:
+                offsets[tile // block_tiles] = uint32(position)
+            first = 0
+            if vector and remaining == tile_len:
+                while first + 32 <= columns:
+                    bits = encode_columns(
+                        chunk, sign_mantissa, at + first, columns, bases, base_at + first,
+                        base_stride, narrow, low, group + first, plane2, plane3, first,
+                    )  # fmt: skip
+                    store_word(uint32(bits), tags, tag_at + (first >> 3))
+                    store_word(uint32(bits >> 32), tags, tag_at + tag_len + (first >> 3))
+                    first += 32
+            for byte in range(first >> 3, tag_len):
+                tags[tag_at + byte] = 0
+                tags[tag_at + tag_len + byte] = 0
+            _encode_columns_plain(
+                chunk, sign_mantissa, at, remaining, first, columns, bases, base_at, base_row,
+                base_stride, narrow, low, group, plane2, plane3, tags, tag_at, tag_len,
+            )  # fmt: skip
+            if narrow:
+                position = _emit(
+                    plane2, tag_at, tag_at + tag_len, tags, columns, vector, escapes, position
+                )
+            else:
+                dense_plane2[group : group + columns] = plane2[:columns]
+            high_at = tag_at + tag_len
+            position = _emit(plane3, high_at, high_at, tags, columns, vector, escapes, position)
+            position = _emit_raw(
+                chunk, at, remaining, columns, tags, tag_at, tag_len, escapes, position
+            )
+            tile += 1
+    return position
+
+
+@njit(nogil=True, cache=True)
+def _count_tags(tags, tag_at, tag_len):
+    """How many groups of a tile store plane 2 as (tag 1-3), plane 3 as (2-3), planes 4-7 as (3)."""
+    beyond2, beyond3, raw = 0, 0, 0
+    byte = 0
+    while byte + 4 <= tag_len:
+        low = load_word(tags, tag_at + byte)
+        high = load_word(tags, tag_at + tag_len + byte)
+        beyond2 += popcount(low | high)
+        beyond3 += popcount(high)
+        raw += popcount(low & high)
+        byte += 4
+    for i in range(byte, tag_len):
+        low = uint32(tags[tag_at + i])
+        high = uint32(tags[tag_at + tag_len + i])
+        beyond2 += popcount(low | high)
+        beyond3 += popcount(high)
+        raw += popcount(low & high)
+    return beyond2, beyond3, raw
+
+
+@njit(nogil=True, cache=True)
+def _decode_columns_plain(
+    sign_mantissa, out, at, remaining, first, columns, low, plane2, group, escapes, escape2,
+    escape3, tags, tag_at, tag_len, bases, base_at, base_row, base_stride, narrow,
+):  # fmt: skip
+    for c in range(first, columns):
+        tag_low = (tags[tag_at + (c >> 3)] >> (c & 7)) & 1
+        tag_high = (tags[tag_at + tag_len + (c >> 3)] >> (c & 7)) & 1
+        tag = tag_low + 2 * tag_high
+        word, p2, p3 = uint32(low[group + c]), uint32(0), uint32(0)
+        if not narrow:
+            p2 = uint32(plane2[group + c])
+        elif tag:
+            p2 = uint32(escapes[escape2])
+            escape2 += 1
+        if tag_high:
+            p3 = uint32(escapes[escape3])
+            escape3 += 1
+        for r in range(_ROWS):
+            cell = r * columns + c
+            if cell < remaining:
+                code = (word >> uint32(2 * r)) & uint32(3)
+                code |= ((p2 >> uint32(r)) & uint32(1)) << uint32(2)
+                code |= ((p3 >> uint32(r)) & uint32(1)) << uint32(3)
+                if tag < 3:
+                    code += uint32(bases[base_at + r * base_row + c + tag * base_stride])
+                packed = uint32(sign_mantissa[at + cell])
+                out[at + cell] = uint16(
+                    ((packed & uint32(0x80)) << uint32(8))
+                    | (packed & uint32(0x7F))
+                    | (code << uint32(7))
+                )
+
+
+@njit(nogil=True, cache=True)
+def _add_raw_planes(out, at, remaining, columns, tags, tag_at, tag_len, escapes, position):
+    for byte in range(tag_len):
+        raw = tags[tag_at + byte] & tags[tag_at + tag_len + byte]
+        if raw == 0:
+            continue
+        for c in range(8 * byte, min(columns, 8 * byte + 8)):
+            if (raw >> (c & 7)) & 1:
+                for r in range(_ROWS):
+                    cell = r * columns + c
+                    if cell < remaining:
+                        for plane in range(4):
+                            bit = (uint32(escapes[position + plane]) >> uint32(r)) & uint32(1)
+                            out[at + cell] |= uint16(bit << uint32(11 + plane))
+                position += 4
+
+
+@njit(nogil=True, cache=True)
+def _decode(
+    sign_mantissa, low, plane2, tags, offsets, escapes, bases, inner, slabs_per_outer, slab_len,
+    columns, base_row, narrow, block_tiles, vector, out,
+):  # fmt: skip
+    base_stride = bases.size // 3
+    tag_len = (columns + 7) >> 3
+    tile_len = _ROWS * columns
+    spare_bits = uint8((0xFF << (((columns - 1) & 7) + 1)) & 0xFF)
+    position, tile = 0, 0
+    for slab in range(out.size // slab_len):
+        base_at = (slab // slabs_per_outer) * inner
+        for start in range(0, slab_len, tile_len):
+            at = slab * slab_len + start
+            remaining = min(slab_len - start, tile_len)
+            group = tile * columns
+            tag_at = tile * 2 * tag_len
+            if tile % block_tiles == 0 and offsets[tile // block_tiles] != position:
+                return OFFSET_WRONG
+            if (tags[tag_at + tag_len - 1] | tags[tag_at + 2 * tag_len - 1]) & spare_bits:
+                return TAG_INVALID
+            beyond2, beyond3, raw = _count_tags(tags, tag_at, tag_len)
+            if not narrow:
+                if beyond2 != columns:
+                    return TAG_INVALID
+                beyond2 = 0
+            escape2, escape3 = position, position + beyond2
+            raw_at = escape3 + beyond3
+            position = raw_at + 4 * raw
+            if position > escapes.size:
+                return ESCAPES_TRUNCATED
+            first = 0
+            if vector and remaining == tile_len:
+                while first + 32 <= columns:
+                    tag_low = load_word(tags, tag_at + (first >> 3))
+                    tag_high = load_word(tags, tag_at + tag_len + (first >> 3))
+                    if narrow:
+                        decode_columns_narrow(
+                            sign_mantissa, out, at + first, columns, low, plane2, group + first,
+                            escapes, escape2, escape3, tag_low, tag_high,
+                            bases, base_at + first, base_stride,
+                        )  # fmt: skip
+                        escape2 += popcount(tag_low | tag_high)
+                    else:
+                        decode_columns_wide(
+                            sign_mantissa, out, at + first, columns, low, plane2, group + first,
+                            escapes, escape2, escape3, tag_low, tag_high,
+                            bases, base_at + first, base_stride,
+                        )  # fmt: skip
+                    escape3 += popcount(tag_high)
+                    first += 32
+            _decode_columns_plain(
+                sign_mantissa, out, at, remaining, first, columns, low, plane2, group, escapes,
+                escape2, escape3, tags, tag_at, tag_len, bases, base_at, base_row, base_stride,
+                narrow,
+            )  # fmt: skip
+            if raw:
+                _add_raw_planes(out, at, remaining, columns, tags, tag_at, tag_len, escapes, raw_at)
+            tile += 1
+    return DECODE_OK if position == escapes.size else OFFSET_WRONG
+
+
+def _geometry(shape: tuple[int, int, int], channel_axis: bool) -> tuple[int, int, int, int, int]:
+    """``(inner, slabs per outer index, slab length, columns, base step per row)``."""
+    _, tokens, inner = shape
+    if channel_axis:
+        columns = -(-inner // _ROWS)
+        return inner, tokens, inner, columns, columns
+    return inner, 1, tokens * inner, inner, 0
+
+
+def encode(
+    chunk: NDArray[np.uint16],
+    bases: NDArray[np.uint8],
+    *,
+    narrow: bool,
+    channel_axis: bool,
+    block_tiles: int,
+    sign_mantissa: NDArray[np.uint8],
+    low: NDArray[np.uint16],
+    plane2: NDArray[np.uint8],
+    tags: NDArray[np.uint8],
+    offsets: NDArray[np.uint32],
+    escapes: NDArray[np.uint8],
+) -> int:
+    """Encode contiguous ``chunk`` (uint16[outer, tokens, inner]) into the given stream arrays.
+
+    Returns the length of the escapes. ``escapes`` must hold the worst case, ``6`` bytes a group,
+    and :data:`STORE_SLACK` bytes more.
+    """
+    inner, slabs_per_outer, slab_len, columns, base_row = _geometry(chunk.shape, channel_axis)
+    scratch = np.empty((2, columns + STORE_SLACK), np.uint8)
+    return int(
+        _encode(
+            chunk.reshape(-1), bases.reshape(-1).astype(np.uint16), inner, slabs_per_outer,
+            slab_len, columns, base_row, narrow, block_tiles, HAVE_SIMD and not channel_axis,
+            sign_mantissa, low, plane2, tags, offsets, escapes, scratch[0], scratch[1],
+        )
+    )  # fmt: skip
+
+
+def decode(
+    sign_mantissa: NDArray[np.uint8],
+    low: NDArray[np.uint16],
+    plane2: NDArray[np.uint8],
+    tags: NDArray[np.uint8],
+    offsets: NDArray[np.uint32],
+    escapes: NDArray[np.uint8],
+    bases: NDArray[np.uint8],
+    out: NDArray[np.uint16],
+    *,
+    narrow: bool,
+    channel_axis: bool,
+    block_tiles: int,
+) -> int:
+    """Decode into contiguous ``out`` (uint16[outer, tokens, inner]); returns a status.
+
+    Stream lengths must fit ``out``; tags, offsets and the length of the escapes need not be
+    trustworthy: the result is :data:`DECODE_OK` or says what is wrong with them.
+    """
+    inner, slabs_per_outer, slab_len, columns, base_row = _geometry(out.shape, channel_axis)
+    return int(
+        _decode(
+            sign_mantissa, low, plane2, tags, offsets, escapes,
+            bases.reshape(-1).astype(np.uint16), inner, slabs_per_outer, slab_len, columns,
+            base_row, narrow, block_tiles, HAVE_SIMD and not channel_axis, out.reshape(-1),
+        )
+    )  # fmt: skip

@@ -1,0 +1,44 @@
+"""Codebooks from exponent counts, in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+WINDOW_BITS = (2, 3, 4)
+
+
+def exponent_histogram(chunk: NDArray[np.uint16]) -> NDArray[np.uint32]:
+    """Count the BF16 exponents of ``chunk`` (uint16[outer, tokens, inner]) per channel.
+
+    Returns uint32[outer, inner, 256].
+    """
+    outer, _, inner = chunk.shape
+    channel = np.arange(outer)[:, None, None] * inner + np.arange(inner)
+    exponents = (chunk >> 7).astype(np.int64) & 0xFF
+    counts = np.bincount((channel * 256 + exponents).ravel(), minlength=outer * inner * 256)
+    return counts.reshape(outer, inner, 256).astype(np.uint32)
+
+
+def window_bases(counts: NDArray[np.uint32]) -> NDArray[np.uint8]:
+    """First exponent of the window of 4, 8 and 16 that covers most counts; ties: the lowest.
+
+    ``counts`` uint32[..., 256]; returns uint8[3, ...].
+    """
+    zero = np.zeros((*counts.shape[:-1], 1), np.int64)
+    sums = np.concatenate([zero, np.cumsum(counts, axis=-1, dtype=np.int64)], axis=-1)
+    sizes = [1 << bits for bits in WINDOW_BITS]
+    covered = [sums[..., size:] - sums[..., :-size] for size in sizes]
+    return np.stack([c.argmax(axis=-1) for c in covered]).astype(np.uint8)
+
+
+def frequent_exponents(counts: NDArray[np.integer], size: int) -> NDArray[np.uint8]:
+    """The ``size`` most frequent exponents of ``counts`` (int[256]), ascending.
+
+    Ties go to the exponent nearer to the most frequent one, then to the lower: so that unused
+    places continue the run of used ones.
+    """
+    exponents = np.arange(256)
+    distance = np.abs(exponents - int(counts.argmax()))
+    order = np.lexsort((exponents, distance, -counts.astype(np.int64)))
+    return np.sort(order[:size]).astype(np.uint8)

@@ -1,0 +1,67 @@
+"""kvz: archives of LLM KV caches, exact to the bit.
+
+Everything is loaded on first use, so ``import kvz`` costs nothing: neither torch nor transformers
+nor numba is imported before a function needs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvz.version import __version__
+
+if TYPE_CHECKING:
+    from kvz.archive import Archive
+    from kvz.archive import open_archive as open
+    from kvz.capture import Capture, capture
+    from kvz.compressing import CompressReport, compress
+    from kvz.decompressing import DecompressReport, decompress
+    from kvz.formats.errors import KvzError
+    from kvz.layout import Layout
+    from kvz.restore import generate_from, restore, to_cache
+    from kvz.verifying import VerifyReport, verify
+
+_EXPORTS = {
+    "Archive": ("kvz.archive", "Archive"),
+    "Capture": ("kvz.capture", "Capture"),
+    "CompressReport": ("kvz.compressing", "CompressReport"),
+    "DecompressReport": ("kvz.decompressing", "DecompressReport"),
+    "KvzError": ("kvz.formats.errors", "KvzError"),
+    "Layout": ("kvz.layout", "Layout"),
+    "VerifyReport": ("kvz.verifying", "VerifyReport"),
+    "capture": ("kvz.capture", "capture"),
+    "compress": ("kvz.compressing", "compress"),
+    "decompress": ("kvz.decompressing", "decompress"),
+    "generate_from": ("kvz.restore", "generate_from"),
+    "open": ("kvz.archive", "open_archive"),
+    "restore": ("kvz.restore", "restore"),
+    "to_cache": ("kvz.restore", "to_cache"),
+    "verify": ("kvz.verifying", "verify"),
+}
+
+__all__ = [
+    "Archive",
+    "Capture",
+    "CompressReport",
+    "DecompressReport",
+    "KvzError",
+    "Layout",
+    "VerifyReport",
+    "__version__",
+    "capture",
+    "compress",
+    "decompress",
+    "generate_from",
+    "open",
+    "restore",
+    "to_cache",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'kvz' has no attribute {name!r}")
+    module, attribute = _EXPORTS[name]
+    return getattr(import_module(module), attribute)

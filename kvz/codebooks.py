@@ -1,0 +1,120 @@
+"""Codebook files: calibrate on some caches, compress others with the result.
+
+JSON, because a codebook is small and worth reading: ``{"kvz_codebook": 1, "codec": {...},
+"tensors": {name: {"outer": n, "inner": n, "codebook": base64}}}``.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvz.codecs.base import Codec
+from kvz.files import atomic_output, naming
+from kvz.formats.errors import ContentMismatch, InvalidField
+from kvz.formats.head import TensorEntry
+from kvz.formats.limits import MAX_CODEBOOK_NBYTES
+from kvz.safetensors_io import TensorReader
+
+_VERSION = 1
+#: Calibration looks at this many tokens of a tensor, in runs spread evenly over it.
+_SAMPLE_TOKENS = 1024
+_RUN_TOKENS = 64
+
+
+def read_sample(reader: TensorReader, entry: TensorEntry) -> NDArray[Any]:
+    """The tokens that a codebook is calibrated on: ``[outer, n, inner]``."""
+    outer, tokens, inner = entry.view_shape
+    dtype = f"u{entry.itemsize}"
+    if tokens <= _SAMPLE_TOKENS:
+        out = np.empty((outer, tokens, inner), dtype)
+        reader.read(0, out)
+        return out
+    starts = np.linspace(0, tokens - _RUN_TOKENS, _SAMPLE_TOKENS // _RUN_TOKENS).astype(int)
+    sample = np.empty((outer, starts.size * _RUN_TOKENS, inner), dtype)
+    run = np.empty((outer, _RUN_TOKENS, inner), dtype)
+    for i, start in enumerate(starts.tolist()):
+        reader.read(start, run)
+        sample[:, i * _RUN_TOKENS : (i + 1) * _RUN_TOKENS] = run
+    return sample
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCodebook:
+    """The codebook section of one tensor and the shape that it was calibrated for."""
+
+    outer: int
+    inner: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CodebookFile:
+    """Codebooks by tensor name, for one codec configuration."""
+
+    codec: str
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorCodebook]
+
+    def find(self, codec: Codec, entry: TensorEntry) -> bytes:
+        """The codebook section for a tensor. Raises ContentMismatch when there is none."""
+        if (self.codec, self.config) != (codec.name, codec.config_dict()):
+            raise ContentMismatch(
+                f"codebook is for {self.codec} {dict(self.config)}, "
+                f"not for {codec.name} {codec.config_dict()}"
+            )
+        book = self.tensors.get(entry.name)
+        outer, _, inner = entry.view_shape
+        if book is None:
+            raise ContentMismatch(f"codebook has nothing for tensor {entry.name!r}")
+        if (book.outer, book.inner) != (outer, inner):
+            raise ContentMismatch(
+                f"codebook for {entry.name!r} has {book.outer} heads of {book.inner} channels, "
+                f"the tensor {outer} of {inner}"
+            )
+        return book.payload
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        document = {
+            "kvz_codebook": _VERSION,
+            "codec": {"name": self.codec, **self.config},
+            "tensors": {
+                name: {
+                    "outer": book.outer,
+                    "inner": book.inner,
+                    "codebook": base64.b64encode(book.payload).decode(),
+                }
+                for name, book in self.tensors.items()
+            },
+        }
+        with atomic_output(path, overwrite=overwrite) as stream:
+            stream.write(json.dumps(document, indent=1).encode() + b"\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> CodebookFile:
+        """Raises SourceError or InvalidField."""
+        with naming(os.fspath(path)):
+            with open(path, "rb") as stream:
+                data = stream.read(MAX_CODEBOOK_NBYTES)
+            try:
+                document = json.loads(data)
+                if document["kvz_codebook"] != _VERSION:
+                    raise ValueError(f"version {document['kvz_codebook']} is not known")
+                config = dict(document["codec"])
+                tensors = {
+                    name: TensorCodebook(
+                        int(book["outer"]), int(book["inner"]), base64.b64decode(book["codebook"])
+                    )
+                    for name, book in document["tensors"].items()
+                }
+                return cls(config.pop("name"), config, tensors)
+            except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
+                raise InvalidField(f"not a kvz codebook file: {error}") from None

@@ -1,0 +1,94 @@
+"""Binding of the codec ``zstd``: byte planes, each compressed by Zstandard where that helps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import zstandard
+
+from kvz.codecs.base import U8, Chunk, Shape
+from kvz.formats.codecs.zstd import LENGTH_NBYTES, STORED_FLAG, ZstdConfig, streams
+from kvz.formats.errors import DamagedFile, InvalidField
+from kvz.formats.ids import SIGNED_FLOATS
+from kvz.kernels.reference.planes import join, split
+
+
+class ZstdCodec:
+    """Lossless for every dtype."""
+
+    name = "zstd"
+    needs_codebook = False
+    OPTIONS: ClassVar[dict[str, Any]] = {"level": int}
+
+    def __init__(self, config: ZstdConfig | None = None) -> None:
+        self.config = config or ZstdConfig()
+        # a zstandard context must not be shared between threads
+        self._contexts = threading.local()
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> ZstdCodec:
+        return cls(ZstdConfig.from_dict(fields))
+
+    @classmethod
+    def from_options(cls, **options: Any) -> ZstdCodec:
+        return cls(ZstdConfig(**options))
+
+    def config_dict(self) -> dict[str, Any]:
+        return self.config.to_dict()
+
+    def supports(self, dtype: str, token_axis: int | None) -> bool:
+        return True
+
+    def calibrate(self, sample: Chunk, num_tokens: int) -> bytes:
+        return b""
+
+    def prepare(self, codebook: bytes, dtype: str, outer: int, inner: int) -> bool:
+        """Whether elements are rotated before they are split."""
+        return dtype in SIGNED_FLOATS
+
+    def buffer_nbytes(self, shape: Shape, itemsize: int) -> int:
+        return int(np.prod(shape)) * itemsize + LENGTH_NBYTES * itemsize
+
+    def encode(self, chunk: Chunk, rotate: bool, buffer: U8) -> int:
+        compressor = getattr(self._contexts, "compressor", None)
+        if compressor is None:
+            compressor = zstandard.ZstdCompressor(level=self.config.level, write_checksum=True)
+            self._contexts.compressor = compressor
+        planes = split(chunk.reshape(-1), rotate)
+        words = buffer[: LENGTH_NBYTES * len(planes)].view("<u4")
+        position = words.nbytes
+        for i, plane in enumerate(planes):
+            packed = np.frombuffer(compressor.compress(plane), np.uint8)
+            stored = packed.size >= plane.size
+            payload = plane if stored else packed
+            words[i] = payload.size | (STORED_FLAG if stored else 0)
+            buffer[position : position + payload.size] = payload
+            position += payload.size
+        return position
+
+    def decode(self, payload: U8, rotate: bool, out: Chunk) -> None:
+        planes = [
+            _plane(payload[span.offset : span.end], stored, out.size)
+            for span, stored in streams(payload, out.itemsize)
+        ]
+        join(planes, out.reshape(-1), rotate)
+
+
+def _plane(data: U8, stored: bool, length: int) -> U8:
+    if stored:
+        if data.size != length:
+            raise InvalidField(f"stored plane has {data.size} bytes, must have {length}")
+        return data
+    try:
+        # the declared size is checked before anything of that size is allocated
+        if zstandard.frame_content_size(data) != length:
+            raise InvalidField(f"zstd frame does not declare the {length} bytes of a plane")
+        plane = zstandard.ZstdDecompressor().decompress(data, max_output_size=length)
+    except zstandard.ZstdError as error:
+        raise DamagedFile(f"zstd: {error}") from None
+    if len(plane) != length:
+        raise InvalidField(f"zstd frame holds {len(plane)} bytes, must hold {length}")
+    return np.frombuffer(plane, np.uint8)

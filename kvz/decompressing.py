@@ -1,0 +1,259 @@
+"""Restore the tensors of an archive to a safetensors file, whole or in part."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvz.archive import Archive, token_range
+from kvz.archive_stream import ArchiveStream
+from kvz.compressing import Progress
+from kvz.files import STANDARD_STREAM, atomic_output, naming, same_file
+from kvz.formats.errors import ConfigError
+from kvz.formats.head import Head, TensorEntry
+from kvz.formats.safetensors import build_header
+from kvz.layout import is_key_or_value, layer_index
+from kvz.sections import EncodedChunk
+from kvz.workers import BufferPool, run_ordered, thread_count
+
+#: Key that marks the metadata of a file that holds only a part of a cache.
+SELECTION_KEY = "kvz.selection"
+
+
+@dataclass(frozen=True, slots=True)
+class DecompressReport:
+    """What :func:`decompress` did. Sizes in bytes; ``read_nbytes`` of the archive."""
+
+    source: str
+    destination: str
+    num_tensors: int
+    num_skipped: int
+    restored_nbytes: int
+    read_nbytes: int
+    seconds: float
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.restored_nbytes / self.seconds / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A tensor to restore: which of its tokens, and where they go in the output."""
+
+    index: int
+    entry: TensorEntry
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def chunks(self) -> range:
+        if self.stop == self.start or self.entry.num_elements == 0:
+            return range(0)
+        step = self.entry.chunk_tokens
+        return range(self.start // step, -(-self.stop // step))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.entry.shape)
+        if self.entry.token_axis is not None:
+            shape[self.entry.token_axis] = self.stop - self.start
+        return tuple(shape)
+
+
+class _Output(Protocol):
+    """Takes decoded chunks of one target after the other."""
+
+    def put(self, target: _Target, begin: int, decoded: NDArray[Any]) -> None: ...
+
+    def end(self, target: _Target) -> None: ...
+
+
+class _FileOutput:
+    """A seekable file: every thread writes its own chunk where it belongs."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._descriptor = stream.fileno()
+
+    def put(self, target: _Target, begin: int, decoded: NDArray[Any]) -> None:
+        low, high = _overlap(target, begin, decoded.shape[1])
+        tokens = target.stop - target.start
+        token_nbytes = decoded.shape[2] * decoded.itemsize
+        for o in range(decoded.shape[0]):
+            run = decoded[o, low - begin : high - begin].reshape(-1).view(np.uint8)
+            position = target.offset + (o * tokens + low - target.start) * token_nbytes
+            _write_all(self._descriptor, run, position)
+
+    def end(self, target: _Target) -> None:
+        pass
+
+
+class _StreamOutput:
+    """A pipe: each tensor is put together in memory, then written."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._tensors: dict[int, NDArray[Any]] = {}
+
+    def put(self, target: _Target, begin: int, decoded: NDArray[Any]) -> None:
+        outer, _, inner = decoded.shape
+        shape = (outer, target.stop - target.start, inner)
+        # setdefault is atomic; a thread that loses the race throws its empty array away
+        tensor = self._tensors.setdefault(target.index, np.empty(shape, decoded.dtype))
+        low, high = _overlap(target, begin, decoded.shape[1])
+        tensor[:, low - target.start : high - target.start] = decoded[:, low - begin : high - begin]
+
+    def end(self, target: _Target) -> None:
+        tensor = self._tensors.pop(target.index, None)
+        if tensor is not None:
+            self._stream.write(tensor.reshape(-1).view(np.uint8))
+
+
+def _overlap(target: _Target, begin: int, length: int) -> tuple[int, int]:
+    return max(begin, target.start), min(begin + length, target.stop)
+
+
+def _write_all(descriptor: int, data: NDArray[np.uint8], position: int) -> None:
+    view = memoryview(data)
+    while len(view):
+        count = os.pwrite(descriptor, view, position)
+        view = view[count:]
+        position += count
+
+
+def _select(head: Head, layers: Collection[int] | None, tokens: slice | None) -> list[_Target]:
+    """Targets with their ranges; ``offset`` is filled in once the output's header is known."""
+    if layers is None and tokens is None:
+        chosen = list(enumerate(head.tensors))
+    else:
+        numbers = {i: layer_index(t.name) for i, t in enumerate(head.tensors)}
+        cached = [i for i, t in enumerate(head.tensors) if is_key_or_value(t.name)]
+        missing = sorted(set(layers or ()) - {numbers[i] for i in cached})
+        if missing:
+            raise ConfigError(f"the archive holds no key or value of layer {missing[0]}")
+        kept = [i for i in cached if layers is None or numbers[i] in layers]
+        chosen = [(i, head.tensors[i]) for i in kept]
+    targets = []
+    for index, entry in chosen:
+        start, stop = token_range(tokens, entry)
+        targets.append(_Target(index, entry, start, stop, 0))
+    return targets
+
+
+def _header(head: Head, targets: list[_Target], selection: str) -> tuple[bytes, list[_Target]]:
+    metadata = dict(head.metadata)
+    if selection:
+        metadata[SELECTION_KEY] = selection
+    listing = [(t.entry.name, t.entry.dtype, t.shape) for t in targets]
+    prefix, header = build_header(listing, metadata)
+    placed = [
+        replace(t, offset=stored.offset) for t, stored in zip(targets, header.tensors, strict=True)
+    ]
+    return prefix, placed
+
+
+class _Restorer:
+    """Decodes chunks and hands them to the output."""
+
+    def __init__(self, targets: list[_Target], output: _Output) -> None:
+        self._targets = {target.index: target for target in targets}
+        self._output = output
+        self._buffers = BufferPool()
+
+    def wants(self, tensor: int, chunk: int) -> bool:
+        target = self._targets.get(tensor)
+        return target is not None and chunk in target.chunks
+
+    def jobs(
+        self, chunks: Iterator[EncodedChunk]
+    ) -> Iterator[Callable[[], tuple[int, _Target | None]]]:
+        """Each job returns the raw bytes it decoded, and its target if that is now complete."""
+        for chunk in chunks:
+            yield partial(self._run, chunk)
+
+    def _run(self, encoded: EncodedChunk) -> tuple[int, _Target | None]:
+        target, chunk = self._targets[encoded.tensor], encoded.chunk
+        entry = target.entry
+        shape = entry.chunk_shape(chunk)
+        nbytes = math.prod(shape) * entry.itemsize
+        buffer = self._buffers.take(nbytes)
+        decoded = buffer[:nbytes].view(f"u{entry.itemsize}").reshape(shape)
+        encoded.decode(decoded)
+        self._output.put(target, entry.chunk_range(chunk)[0], decoded)
+        self._buffers.give(buffer)
+        return nbytes, target if chunk == target.chunks[-1] else None
+
+
+def decompress(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    layers: Collection[int] | None = None,
+    tokens: slice | None = None,
+    threads: int | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> DecompressReport:
+    """Restore an archive (path, or ``-`` for standard input) to a safetensors file (or ``-``).
+
+    With ``layers`` or ``tokens`` (a range with step 1 over the stored tokens) only the key and
+    value tensors of these layers and tokens are read and written, and the metadata of the result
+    says so. The file appears when everything was decoded and every checksum held.
+
+    Raises what :class:`kvz.archive.Archive` raises, and ConfigError for a selection out of range.
+    """
+    start = time.perf_counter()
+    if same_file(source, destination):
+        raise ConfigError(f"{os.fspath(destination)}: input and output are the same file")
+    piped = os.fspath(source) == STANDARD_STREAM
+    name = "<stdin>" if piped else os.fspath(source)
+    with naming(name):
+        archive = ArchiveStream(sys.stdin.buffer) if piped else Archive(source)
+        targets = _select(archive.head, layers, tokens)
+    prefix, targets = _header(archive.head, targets, _describe(layers, tokens))
+    with atomic_output(destination, overwrite=overwrite) as stream, naming(name):
+        stream.write(prefix)
+        stream.flush()
+        to_file = os.fspath(destination) != STANDARD_STREAM
+        output: _Output = _FileOutput(stream) if to_file else _StreamOutput(stream)
+        restorer = _Restorer(targets, output)
+        jobs = restorer.jobs(archive.chunks(restorer.wants))
+        restored = 0
+        for nbytes, ended in run_ordered(jobs, thread_count(threads)):
+            restored += nbytes
+            if ended is not None:
+                output.end(ended)
+            if progress is not None:
+                progress(nbytes)
+    if isinstance(archive, Archive):
+        archive.close()
+    return DecompressReport(
+        source=name,
+        destination=os.fspath(destination),
+        num_tensors=len(targets),
+        num_skipped=len(archive.head.tensors) - len(targets),
+        restored_nbytes=restored,
+        read_nbytes=archive.nbytes_read,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _describe(layers: Collection[int] | None, tokens: slice | None) -> str:
+    """The selection as it stands in the metadata of a partial file; empty for everything."""
+    parts = []
+    if layers is not None:
+        parts.append("layers " + ",".join(str(layer) for layer in sorted(layers)))
+    if tokens is not None:
+        low, high = (("" if v is None else v) for v in (tokens.start, tokens.stop))
+        parts.append(f"tokens {low}:{high}")
+    return " ".join(parts)

@@ -1,0 +1,149 @@
+"""Local files: bounded reads at an offset, and outputs that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvz.formats.errors import KvzError, SourceError, TruncatedFile
+
+STANDARD_STREAM = "-"
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Prefix errors from the block with the file they are about; OSError becomes SourceError."""
+    try:
+        yield
+    except KvzError as error:
+        if str(error).startswith(f"{name}: "):
+            raise
+        raise type(error)(f"{name}: {error}") from error
+    except OSError as error:
+        raise SourceError(f"{name}: {error.strerror or error}") from error
+
+
+class LocalFile:
+    """A regular file opened for reading at any offset, from any thread."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.name = os.fspath(path)
+        with naming(self.name):
+            self._descriptor = os.open(path, os.O_RDONLY)
+            if not Path(self.name).is_file():
+                os.close(self._descriptor)
+                raise SourceError("not a regular file (use - to read from a pipe)")
+            self.nbytes = os.fstat(self._descriptor).st_size
+        #: Bytes read so far; partial reads are promised to be small.
+        self.nbytes_read = 0
+
+    def read_into(self, offset: int, out: NDArray[np.uint8]) -> None:
+        """Fill ``out`` from ``offset``. Raises TruncatedFile at the end of the file."""
+        view = memoryview(out)
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._descriptor, [view[done:]], offset + done)
+            if count == 0:
+                raise TruncatedFile(
+                    f"file ends at byte {offset + done}, {offset + len(view)} are needed"
+                )
+            done += count
+        self.nbytes_read += done
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        out = np.empty(max(0, min(nbytes, self.nbytes - offset)), np.uint8)
+        self.read_into(offset, out)
+        return out.tobytes()
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def read_exactly(stream: BinaryIO, nbytes: int) -> NDArray[np.uint8]:
+    """The next ``nbytes`` of a stream. Raises TruncatedFile when it ends before."""
+    out = np.empty(nbytes, np.uint8)
+    view = memoryview(out)
+    done = 0
+    while done < nbytes:
+        count = stream.readinto(view[done:])  # type: ignore[attr-defined]
+        if not count:
+            raise TruncatedFile(f"the stream ends {nbytes - done} bytes early: it is incomplete")
+        done += count
+    return out
+
+
+@contextlib.contextmanager
+def atomic_output(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[BinaryIO]:
+    """A binary file that appears under ``path`` when the block ends well, and else not at all.
+
+    ``-`` is standard output. Raises SourceError when ``path`` exists and ``overwrite`` is false.
+    """
+    if os.fspath(path) == STANDARD_STREAM:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    target = Path(path)
+    with naming(str(target)):
+        if target.is_dir():
+            raise SourceError("is a directory; name a file")
+        if not overwrite and target.exists():
+            raise SourceError("exists already; use -f to overwrite it")
+        descriptor, name = tempfile.mkstemp(
+            dir=target.parent, prefix=f".{target.name}.", suffix=".part"
+        )
+    try:
+        with os.fdopen(descriptor, "w+b") as stream:
+            yield stream
+            stream.flush()
+            os.fchmod(stream.fileno(), _mode_of(target))
+        with naming(str(target)):
+            if overwrite:
+                os.replace(name, target)
+            else:
+                _publish_new(name, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _publish_new(name: str, target: Path) -> None:
+    """Give a finished file its name, unless another writer took the name meanwhile."""
+    try:
+        os.link(name, target)
+    except FileExistsError:
+        raise SourceError("was created by another writer meanwhile") from None
+    except OSError:  # a file system without hard links
+        os.rename(name, target)
+    else:
+        os.unlink(name)
+
+
+def _mode_of(target: Path) -> int:
+    """Permissions of the file that is replaced, or those that the umask gives a new one."""
+    if target.exists():
+        return target.stat().st_mode & 0o7777
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
+
+
+def same_file(source: str | os.PathLike[str], destination: str | os.PathLike[str]) -> bool:
+    """Whether both paths are one existing file."""
+    try:
+        return os.path.samefile(source, destination)
+    except (OSError, ValueError):
+        return False
+
+
+def integer_view(array: NDArray[Any]) -> NDArray[Any]:
+    """Any array as unsigned integers of the same width, without a copy."""
+    return array.view(np.dtype(f"u{array.dtype.itemsize}"))

@@ -97,7 +97,7 @@ class Archive:
         """
         index = self._by_name[name]
         entry = self.head.tensors[index]
-        outer, num_tokens, inner = entry.view_shape
+        outer, _, inner = entry.view_shape
         start, stop = token_range(tokens, entry)
         out = np.empty((outer, stop - start, inner), f"u{entry.itemsize}")
         first = start // entry.chunk_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,5 +49,5 @@ def check_fits(spans: Sequence[Span], payload_nbytes: int) -> None:
 
 def clear_gaps(payload: NDArray[np.uint8], spans: Sequence[Span]) -> None:
     """Zero the bytes between streams, so that the same input always gives the same payload."""
-    for span, follower in zip(spans, spans[1:], strict=False):
+    for span, follower in itertools.pairwise(spans):
         payload[span.end : follower.offset] = 0

@@ -12,7 +12,7 @@ __all__ = ["exponent_histogram", "frequent_exponents", "window_bases"]
 
 
 @njit(nogil=True, cache=True)
-def _count(chunk, counts):  # type: ignore[no-untyped-def]
+def _count(chunk, counts):
     outer, tokens, inner = chunk.shape
     for o in range(outer):
         for t in range(tokens):
@@ -21,7 +21,7 @@ def _count(chunk, counts):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _cover(counts, bases):  # type: ignore[no-untyped-def]
+def _cover(counts, bases):
     for channel in range(counts.shape[0]):
         for window in range(3):
             size = 4 << window

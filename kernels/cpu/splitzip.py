@@ -150,7 +150,7 @@ def decode(
     lowest, vector = _vector_plan(codebook)
     return int(
         _decode(
-            sign_mantissa, codes, offsets, positions, exponents, codebook, lowest, block_len, vector,
-            out,
+            sign_mantissa, codes, offsets, positions, exponents, codebook, lowest, block_len,
+            vector, out,
         )
     )  # fmt: skip

@@ -13,7 +13,7 @@ planes 0-2, tag 2: planes 0-3, each with the base of that window; tag 3: all eig
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,10 @@ ROWS = 8
 WINDOW_BITS = (2, 3, 4)
 RAW_TAG = 3
 
-U8 = NDArray[np.uint8]
-U16 = NDArray[np.uint16]
-U32 = NDArray[np.uint32]
+# NumPy's stubs lose the width of unsigned integers in arithmetic; the names keep it for readers
+U8: TypeAlias = NDArray[Any]
+U16: TypeAlias = NDArray[Any]
+U32: TypeAlias = NDArray[Any]
 
 
 class Streams(NamedTuple):
@@ -45,7 +46,7 @@ class Streams(NamedTuple):
     escapes: U8
 
 
-def _to_tiles(chunk: NDArray[np.generic], channel_axis: bool) -> NDArray[np.generic]:
+def _to_tiles(chunk: NDArray[Any], channel_axis: bool) -> NDArray[Any]:
     """``[outer, tokens, inner]`` to ``[tiles, 8, columns]``; absent cells are zero."""
     outer, tokens, inner = chunk.shape
     if channel_axis:
@@ -60,8 +61,8 @@ def _to_tiles(chunk: NDArray[np.generic], channel_axis: bool) -> NDArray[np.gene
 
 
 def _from_tiles(
-    tiles: NDArray[np.generic], shape: tuple[int, int, int], channel_axis: bool
-) -> NDArray[np.generic]:
+    tiles: NDArray[Any], shape: tuple[int, int, int], channel_axis: bool
+) -> NDArray[Any]:
     outer, tokens, inner = shape
     if channel_axis:
         return tiles.reshape(outer, tokens, tiles.shape[1] * tiles.shape[2])[:, :, :inner]
@@ -69,7 +70,7 @@ def _from_tiles(
     return tiles.reshape(outer, groups * ROWS, inner)[:, :tokens]
 
 
-def _tiled_bases(bases: U8, shape: tuple[int, int, int], channel_axis: bool) -> NDArray[np.int16]:
+def _tiled_bases(bases: U8, shape: tuple[int, int, int], channel_axis: bool) -> NDArray[Any]:
     """Window bases ``uint8[3, outer, inner]`` as ``int16[3, tiles, 8, columns]``."""
     outer, tokens, inner = shape
     wide = np.broadcast_to(bases[:, :, None, :], (len(WINDOW_BITS), outer, tokens, inner))
@@ -78,14 +79,14 @@ def _tiled_bases(bases: U8, shape: tuple[int, int, int], channel_axis: bool) -> 
     )
 
 
-def _pack_plane(codes: NDArray[np.int16], plane: int) -> U8:
+def _pack_plane(codes: NDArray[Any], plane: int) -> U8:
     """One bit plane of ``codes [tiles, 8, columns]``: bit r of a byte belongs to row r."""
     rows = np.arange(ROWS, dtype=np.int16)[:, None]
     return (((codes >> plane) & 1) << rows).sum(axis=1).astype(np.uint8)
 
 
-def _escape_matrix_mask(tags: U8, narrow: bool) -> NDArray[np.bool_]:
-    """Which cells of ``[tiles, columns (plane 2) + columns (plane 3) + 4 * columns]`` are stored."""
+def _escape_matrix_mask(tags: U8, narrow: bool) -> NDArray[Any]:
+    """Which cells of ``[tiles, planes 2 | planes 3 | 4 bytes of every raw group]`` are stored."""
     plane2 = (tags >= 1) if narrow else np.zeros(tags.shape, bool)
     return np.concatenate([plane2, tags >= 2, np.repeat(tags == RAW_TAG, 4, axis=1)], axis=1)
 
@@ -103,7 +104,7 @@ def _unpack_tags(packed: U8, tiles: int, columns: int) -> U8:
     return low | (high << 1)
 
 
-def _block_offsets(mask: NDArray[np.bool_], block_tiles: int) -> U32:
+def _block_offsets(mask: NDArray[Any], block_tiles: int) -> U32:
     sizes = mask.sum(axis=1, dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes)])[:-1]
     return starts[::block_tiles].astype(np.uint32)

@@ -6,11 +6,13 @@ plane of BF16 and FP32 is the exponent alone. Planes run from the most significa
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 
-def split(elements: NDArray[np.unsignedinteger], rotate: bool) -> list[NDArray[np.uint8]]:
+def split(elements: NDArray[Any], rotate: bool) -> list[NDArray[np.uint8]]:
     """Contiguous ``uint{8,16,32,64}[n]`` to its byte planes, each uint8[n]."""
     bits = 8 * elements.itemsize
     if rotate:
@@ -20,7 +22,7 @@ def split(elements: NDArray[np.unsignedinteger], rotate: bool) -> list[NDArray[n
     return [np.ascontiguousarray(matrix[:, plane]) for plane in reversed(range(bits // 8))]
 
 
-def join(planes: list[NDArray[np.uint8]], out: NDArray[np.unsignedinteger], rotate: bool) -> None:
+def join(planes: list[NDArray[np.uint8]], out: NDArray[Any], rotate: bool) -> None:
     """Inverse of :func:`split`, into contiguous ``out``."""
     matrix = out.view(np.uint8).reshape(-1, out.itemsize)
     for plane, values in zip(reversed(range(out.itemsize)), planes, strict=True):

@@ -5,14 +5,15 @@ Source: SplitZip, arXiv 2605.01708. A chunk is a flat ``uint16[n]`` array of BF1
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-U8 = NDArray[np.uint8]
-U16 = NDArray[np.uint16]
-U32 = NDArray[np.uint32]
+# NumPy's stubs lose the width of unsigned integers in arithmetic; the names keep it for readers
+U8: TypeAlias = NDArray[Any]
+U16: TypeAlias = NDArray[Any]
+U32: TypeAlias = NDArray[Any]
 
 
 class Streams(NamedTuple):
@@ -20,7 +21,8 @@ class Streams(NamedTuple):
 
     ``sign_mantissa`` uint8[n] · ``codes`` uint8[ceil(n / 2)], the even element in the low nibble ·
     ``offsets`` uint32[blocks + 1]: index of the first escape of each block of ``block_len``
-    elements, at the end their number · ``positions`` uint16[escapes] inside the block, ascending · ``exponents`` uint8[escapes].
+    elements, at the end their number · ``positions`` uint16[escapes] inside the block, ascending ·
+    ``exponents`` uint8[escapes].
     """
 
     sign_mantissa: U8

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvz.codecs.base import U8, Chunk, Shape
 from kvz.formats.codecs import gaac as layout
 from kvz.formats.codecs.gaac import GaacConfig, Geometry
-from kvz.formats.codecs.spans import clear_gaps
+from kvz.formats.codecs.spans import Span, clear_gaps
 from kvz.formats.errors import InvalidField
 from kvz.kernels.cpu import calibration
 from kvz.kernels.cpu import gaac as kernels
@@ -100,7 +100,7 @@ class GaacCodec:
             raise InvalidField(f"gaac: {kernels.STATUS_TEXT[status]}")
 
     @staticmethod
-    def _arrays(payload: U8, spans: list[layout.Span]) -> dict[str, NDArray[Any]]:
+    def _arrays(payload: U8, spans: list[Span]) -> dict[str, NDArray[Any]]:
         arrays: dict[str, NDArray[Any]] = {s.name: payload[s.offset : s.end] for s in spans}
         arrays["low"] = arrays["low"].view(np.uint16)
         arrays["offsets"] = arrays["offsets"].view(np.uint32)

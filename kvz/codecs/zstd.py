@@ -61,7 +61,7 @@ class ZstdCodec:
         words = buffer[: LENGTH_NBYTES * len(planes)].view("<u4")
         position = words.nbytes
         for i, plane in enumerate(planes):
-            packed = np.frombuffer(compressor.compress(plane), np.uint8)
+            packed = np.frombuffer(compressor.compress(memoryview(plane)), np.uint8)
             stored = packed.size >= plane.size
             payload = plane if stored else packed
             words[i] = payload.size | (STORED_FLAG if stored else 0)
@@ -82,11 +82,12 @@ def _plane(data: U8, stored: bool, length: int) -> U8:
         if data.size != length:
             raise InvalidField(f"stored plane has {data.size} bytes, must have {length}")
         return data
+    frame = memoryview(data)
     try:
         # the declared size is checked before anything of that size is allocated
-        if zstandard.frame_content_size(data) != length:
+        if zstandard.frame_content_size(frame) != length:
             raise InvalidField(f"zstd frame does not declare the {length} bytes of a plane")
-        plane = zstandard.ZstdDecompressor().decompress(data, max_output_size=length)
+        plane = zstandard.ZstdDecompressor().decompress(frame, max_output_size=length)
     except zstandard.ZstdError as error:
         raise DamagedFile(f"zstd: {error}") from None
     if len(plane) != length:

@@ -82,7 +82,8 @@ def _tiled_bases(bases: U8, shape: tuple[int, int, int], channel_axis: bool) -> 
 def _pack_plane(codes: NDArray[Any], plane: int) -> U8:
     """One bit plane of ``codes [tiles, 8, columns]``: bit r of a byte belongs to row r."""
     rows = np.arange(ROWS, dtype=np.int16)[:, None]
-    return (((codes >> plane) & 1) << rows).sum(axis=1).astype(np.uint8)
+    packed: U8 = (((codes >> plane) & 1) << rows).sum(axis=1).astype(np.uint8)
+    return packed
 
 
 def _escape_matrix_mask(tags: U8, narrow: bool) -> NDArray[Any]:

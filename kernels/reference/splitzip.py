@@ -58,8 +58,8 @@ def decode(streams: Streams, codebook: U8, *, block_len: int) -> U16:
     length = streams.sign_mantissa.size
     nibbles = np.stack([streams.codes & 15, streams.codes >> 4], axis=1).reshape(-1)[:length]
     exponents = codebook[nibbles].astype(np.uint16)
-    counts = np.diff(streams.offsets.astype(np.int64))
-    block_starts = np.repeat(np.arange(counts.size) * block_len, counts)
+    counts: NDArray[np.int64] = np.diff(streams.offsets.astype(np.int64))
+    block_starts = np.repeat(np.arange(len(counts)) * block_len, counts)
     exponents[block_starts + streams.positions] = streams.exponents
     sign_mantissa = streams.sign_mantissa.astype(np.uint16)
     return ((sign_mantissa & 0x80) << 8) | (exponents << 7) | (sign_mantissa & 0x7F)

@@ -14,34 +14,38 @@ from kvz.version import __version__
 if TYPE_CHECKING:
     from kvz.archive import Archive
     from kvz.archive import open_archive as open
-    from kvz.capture import Capture, capture
+    from kvz.calibrating import CalibrateReport, calibrate
+    from kvz.capturing import Capture, capture
     from kvz.compressing import CompressReport, compress
     from kvz.decompressing import DecompressReport, decompress
     from kvz.formats.errors import KvzError
     from kvz.layout import Layout
-    from kvz.restore import generate_from, restore, to_cache
+    from kvz.restoring import generate_from, restore, to_cache
     from kvz.verifying import VerifyReport, verify
 
 _EXPORTS = {
     "Archive": ("kvz.archive", "Archive"),
-    "Capture": ("kvz.capture", "Capture"),
+    "CalibrateReport": ("kvz.calibrating", "CalibrateReport"),
+    "Capture": ("kvz.capturing", "Capture"),
     "CompressReport": ("kvz.compressing", "CompressReport"),
     "DecompressReport": ("kvz.decompressing", "DecompressReport"),
     "KvzError": ("kvz.formats.errors", "KvzError"),
     "Layout": ("kvz.layout", "Layout"),
     "VerifyReport": ("kvz.verifying", "VerifyReport"),
-    "capture": ("kvz.capture", "capture"),
+    "calibrate": ("kvz.calibrating", "calibrate"),
+    "capture": ("kvz.capturing", "capture"),
     "compress": ("kvz.compressing", "compress"),
     "decompress": ("kvz.decompressing", "decompress"),
-    "generate_from": ("kvz.restore", "generate_from"),
+    "generate_from": ("kvz.restoring", "generate_from"),
     "open": ("kvz.archive", "open_archive"),
-    "restore": ("kvz.restore", "restore"),
-    "to_cache": ("kvz.restore", "to_cache"),
+    "restore": ("kvz.restoring", "restore"),
+    "to_cache": ("kvz.restoring", "to_cache"),
     "verify": ("kvz.verifying", "verify"),
 }
 
 __all__ = [
     "Archive",
+    "CalibrateReport",
     "Capture",
     "CompressReport",
     "DecompressReport",
@@ -49,6 +53,7 @@ __all__ = [
     "Layout",
     "VerifyReport",
     "__version__",
+    "calibrate",
     "capture",
     "compress",
     "decompress",

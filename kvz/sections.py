@@ -1,4 +1,4 @@
-"""What a reader must hold true of an archive's sections, however they arrive, and their decoding."""
+"""Sections of an archive, however they arrive: what must hold of them, and how they decode."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 from tiny_models import WINDOW, left_padded_mask, prompt_ids, tiny_gemma, tiny_llama
 
 from kvz import hf
-from kvz.capture import Capture, capture
+from kvz.capturing import Capture, capture
 from kvz.formats.errors import (
     ConfigError,
     IdentityMismatch,
@@ -25,7 +25,7 @@ from kvz.formats.errors import (
     ModelLoadError,
     UnsupportedCache,
 )
-from kvz.restore import generate_from, greedy, restore, to_cache
+from kvz.restoring import generate_from, greedy, restore, to_cache
 
 NUM_NEW = 24
 
@@ -137,7 +137,7 @@ def test_fresh_process_goes_on_from_the_file(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     script = (
         "import sys, torch; from transformers import AutoModelForCausalLM;"
-        "from kvz.restore import generate_from;"
+        "from kvz.restoring import generate_from;"
         "m = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16).eval();"
         f"print(generate_from(sys.argv[2], m, {NUM_NEW}))"
     )
@@ -367,6 +367,8 @@ def test_model_and_attention_registry_are_left_as_they_were(fails: bool) -> None
         to_cache(capture(model, prompt_ids(1, 20), progress=progress), model)
     assert model.config.to_json_string(use_diff=False) == config
     assert dict(ALL_ATTENTION_FUNCTIONS) == functions
+    owners = {function.__module__.partition(".")[0] for function in functions.values()}
+    assert owners == {"transformers"}
     assert all(same_bits(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
@@ -403,16 +405,12 @@ def gemma_capture() -> Capture:
     return capture(tiny_gemma(), prompt_ids(1, 50))
 
 
-def theta(value: float) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_theta": value, "rope_type": "default"}}
-
-
 @pytest.mark.parametrize(
     ("build", "named"),
     [
         (lambda: tiny_llama(seed=1), ["weights: file ", ", model "]),
         (
-            lambda: tiny_llama(**theta(5e5)),
+            lambda: tiny_llama(rope_theta=5e5),
             ["rope_parameters.rope_theta: file 10000, model 500000"],
         ),
         (lambda: tiny_llama(dtype=torch.float32), ["dtype: file BF16, model F32"]),
@@ -607,7 +605,9 @@ def test_model_with_convolution_state_is_refused_before_any_work(
     )
     model = Lfm2ForCausalLM(config).eval()
     monkeypatch.setattr(hf, "feed", lambda *_: pytest.fail("prefill began"))
-    with pytest.raises(UnsupportedCache, match="cache layer 1 is a LinearAttentionLayer"):
+    # older transformers gives this model a cache class of its own
+    named = "cache layer 1 is a LinearAttentionLayer|Lfm2ForCausalLM does not keep its state"
+    with pytest.raises(UnsupportedCache, match=named):
         capture(model, prompt_ids(1, 5))
 
 
@@ -732,7 +732,7 @@ def test_real_model_goes_on_in_a_fresh_process(
         attention_mask=tensors["attention_mask"],
     )
     script = (
-        "import sys; from kvz.hf import load_model; from kvz.restore import generate_from;"
+        "import sys; from kvz.hf import load_model; from kvz.restoring import generate_from;"
         "print(generate_from(sys.argv[2], load_model(sys.argv[1])[0], 64))"
     )
     tokens = run_python(script, path, str(tmp_path / "cache.safetensors"))

@@ -116,9 +116,8 @@ def test_identity_survives_saving_and_loading(tmp_path: Path) -> None:
 
 
 def test_rope_theta_is_named_with_both_values() -> None:
-    rope = {"rope_theta": 20000.0, "rope_type": "default"}
     mismatches = compare_identity(
-        identity_of(tiny_llama()), identity_of(tiny_llama(rope_parameters=rope))
+        identity_of(tiny_llama()), identity_of(tiny_llama(rope_theta=20000.0))
     )
     assert mismatches[0] == Mismatch("rope_parameters.rope_theta", 10000, 20000)
     assert {m.field for m in mismatches} == {"rope_parameters.rope_theta", "rope_inv_freq"}
@@ -240,8 +239,8 @@ def test_rope_scaled_after_loading_shows() -> None:
 
 
 def test_rope_that_adapted_to_a_long_prompt_is_no_difference() -> None:
-    rope = {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 4.0}
-    model = tiny_llama(rope_parameters=rope, max_position_embeddings=16)
+    rope = {"rope_type": "dynamic", "factor": 4.0}
+    model = tiny_llama(rope_scaling=rope, max_position_embeddings=16)
     before = model.model.rotary_emb.inv_freq.clone()
     fresh = rope_fingerprint(model)
     with torch.no_grad():

@@ -58,7 +58,7 @@ def decode(streams: Streams, codebook: U8, *, block_len: int) -> U16:
     length = streams.sign_mantissa.size
     nibbles = np.stack([streams.codes & 15, streams.codes >> 4], axis=1).reshape(-1)[:length]
     exponents = codebook[nibbles].astype(np.uint16)
-    counts: NDArray[np.int64] = np.diff(streams.offsets.astype(np.int64))
+    counts: NDArray[Any] = np.diff(streams.offsets.astype(np.int64))
     block_starts = np.repeat(np.arange(len(counts)) * block_len, counts)
     exponents[block_starts + streams.positions] = streams.exponents
     sign_mantissa = streams.sign_mantissa.astype(np.uint16)

@@ -1,0 +1,98 @@
+"""Launchers of the GAAC kernels; byte for byte what kernels/reference/gaac.py does.
+
+Fields of a chunk's row: 0 data address, 1 outer stride, 2 tokens, 3 outer, 4 payload address,
+5 bases address (uint8[3, outer, inner]), 6 first program, offsets in the payload of 7 low, 8 plane2,
+9 tags, 10 offsets, 11 escapes, and 12 the length of the escapes (decoding only).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from kvz.kernels.gpu import gaac_kernels as kernels
+from kvz.kernels.gpu.chunks import Batch
+
+ROWS = 8
+#: Lanes that one warp handles at a time: the tiles of a step are chosen to fill them.
+_TARGET_LANES = 64
+_OFFSETS_BLOCK = 1024
+_COMPACT_BLOCK = 512
+
+
+def scratch_nbytes(batch: Batch, inner: int, block_tiles: int) -> int:
+    """Bytes of scratch that :func:`encode` needs: the worst case of every block's escapes."""
+    return batch.total_programs * _scratch_stride(inner, block_tiles)
+
+
+def _scratch_stride(inner: int, block_tiles: int) -> int:
+    return 6 * inner * block_tiles
+
+
+def _shape(batch: Batch, inner: int, block_tiles: int) -> dict[str, int]:
+    unit = 2 if inner % 2 == 0 and batch.aligned else 1
+    lanes = max(8, triton.next_power_of_2(inner // unit))
+    step = max(1, min(_TARGET_LANES // lanes, triton.next_power_of_2(block_tiles)))
+    return {"INNER": inner, "UNIT": unit, "BLOCK_TILES": block_tiles, "STEP": step, "LANES": lanes}
+
+
+def _warps(inner: int) -> int:
+    return 1 if inner <= 256 else 4
+
+
+def encode(
+    batch: Batch,
+    scratch: torch.Tensor,
+    sizes: torch.Tensor,
+    totals: torch.Tensor,
+    *,
+    inner: int,
+    narrow: bool,
+    block_tiles: int,
+) -> None:
+    """Encode all chunks of ``batch`` into their payloads; nothing is read back.
+
+    ``scratch`` uint8[scratch_nbytes], ``sizes`` int32[programs], ``totals`` int32[chunks] receives
+    the length of each chunk's escapes. Inner size below 1,024.
+    """
+    stride = _scratch_stride(inner, block_tiles)
+    kernels.encode_kernel[(batch.total_programs,)](
+        batch.chunks,
+        batch.program_chunk,
+        scratch,
+        sizes,
+        NARROW=narrow,
+        SCRATCH=stride,
+        num_warps=_warps(inner),
+        **_shape(batch, inner, block_tiles),
+    )
+    kernels.offsets_kernel[(batch.chunks.shape[0],)](
+        batch.chunks, sizes, totals, batch.num_programs, BLOCK=_OFFSETS_BLOCK, num_warps=4
+    )
+    kernels.compact_kernel[(batch.total_programs,)](
+        batch.chunks,
+        batch.program_chunk,
+        scratch,
+        sizes,
+        SCRATCH=stride,
+        BLOCK=_COMPACT_BLOCK,
+        num_warps=1,
+    )
+
+
+def decode(
+    batch: Batch, status: torch.Tensor, *, inner: int, narrow: bool, block_tiles: int
+) -> None:
+    """Decode all chunks of ``batch``; ``status`` int32[chunks] becomes 1 where streams disagree.
+
+    ``status`` must be zero before. Stream lengths must fit the shapes; tags, offsets and escapes
+    need not be trustworthy. Inner size below 1,024.
+    """
+    kernels.decode_kernel[(batch.total_programs,)](
+        batch.chunks,
+        batch.program_chunk,
+        status,
+        NARROW=narrow,
+        num_warps=_warps(inner),
+        **_shape(batch, inner, block_tiles),
+    )

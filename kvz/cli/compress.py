@@ -1,0 +1,113 @@
+"""``kvz compress``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvz.cli import options
+from kvz.cli.errors import naming_output
+from kvz.cli.progress import file_nbytes, meter
+from kvz.cli.text import count, emit, emit_json, format_nbytes, printable
+
+if TYPE_CHECKING:
+    from kvz.compressing import CompressReport
+
+_DEVICES = ("auto", "cpu")
+
+
+def _device(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    if value.partition(":")[0] == "cuda":
+        raise click.BadParameter("this version of kvz has no GPU codecs; use auto or cpu")
+    if value not in _DEVICES:
+        raise click.BadParameter(f"{value!r} must be one of {', '.join(_DEVICES)}")
+    return value
+
+
+@click.command()
+@click.argument("source", metavar="SRC", type=click.Path(allow_dash=True))
+@options.output_option(help="Archive to write, - for standard output; default SRC with .kvz.")
+@options.codec_option("gaac")
+@options.codec_options_option
+@click.option("--codebook", metavar="FILE", type=click.Path(), help="Made by kvz calibrate.")
+@options.layout_options
+@click.option("--device", default="auto", show_default=True, callback=_device)
+@options.threads_option
+@options.overwrite_option
+@options.json_option
+def command(
+    source: str,
+    destination: str | None,
+    codec: str,
+    codec_options: dict[str, str],
+    codebook: str | None,
+    axes: str | None,
+    pattern: str | None,
+    device: str,
+    threads: int | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Compress a cache into an archive.
+
+    SRC is a safetensors file, or - for standard input. BF16 tensors of the cache go through the
+    codec, everything else is stored by zstd; all of it comes back exactly.
+
+    \b
+    Example:
+      kvz compress cache.safetensors -o cache.kvz
+    """
+    target = options.default_destination(source, destination, ".kvz")
+    options.check_streams(source, target)
+    import kvz
+
+    with meter("compressing", file_nbytes(source)) as progress, naming_output(target):
+        report = kvz.compress(
+            source,
+            target,
+            codec,
+            codec_options=codec_options,
+            codebook=codebook,
+            layout=kvz.Layout(axes, pattern),
+            threads=threads,
+            overwrite=overwrite,
+            progress=progress.advance,
+        )
+    to_stderr = target == options.STANDARD_STREAM
+    stored_by = None if to_stderr else _tensors_by_codec(target)
+    if as_json:
+        emit_json(_document(report, stored_by), to_stderr=to_stderr)
+    else:
+        emit(_line(report, stored_by), to_stderr=to_stderr)
+
+
+def _tensors_by_codec(path: str) -> dict[str, int]:
+    """How many tensors of an archive each codec stores."""
+    import kvz
+
+    counts: dict[str, int] = {}
+    with kvz.open(path) as archive:
+        for tensor in archive.head.tensors:
+            name = archive.head.codec_of(tensor).name
+            counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def _document(report: CompressReport, stored_by: dict[str, int] | None) -> dict[str, Any]:
+    derived = {"ratio": report.ratio, "gb_per_s": report.gb_per_s, "tensors_by_codec": stored_by}
+    return {**asdict(report), **derived}
+
+
+def _line(report: CompressReport, stored_by: dict[str, int] | None) -> str:
+    sizes = f"{format_nbytes(report.original_nbytes)} -> {format_nbytes(report.stored_nbytes)}"
+    stored_by = stored_by or {report.codec: report.num_tensors}
+    others = [f"{number} by {name}" for name, number in stored_by.items() if name != report.codec]
+    fallback = f", {' and '.join(others)}" if others else ""
+    destination = "<stdout>" if report.destination == "-" else report.destination
+    return (
+        f"{printable(destination)}: {sizes}, ratio {report.ratio:.3f}, "
+        f"{report.gb_per_s:.2f} GB/s, {report.codec}, "
+        f"{count(report.num_tensors, 'tensor')}{fallback}"
+    )

@@ -1,0 +1,73 @@
+"""``kvz decompress``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from kvz.cli import options
+from kvz.cli.errors import naming_output
+from kvz.cli.progress import meter, raw_nbytes
+from kvz.cli.text import count, emit, emit_json, format_nbytes, printable
+
+
+@click.command()
+@click.argument("source", metavar="SRC", type=click.Path(allow_dash=True))
+@options.output_option(
+    help="Safetensors file to write, - for standard output; default SRC with .safetensors."
+)
+@click.option(
+    "--layers", type=options.LayersType(), metavar="A-B,C", help="Only these layers, ends included."
+)
+@click.option(
+    "--tokens", type=options.TokensType(), metavar="A:B", help="Only stored tokens A to B-1."
+)
+@options.threads_option
+@options.overwrite_option
+@options.json_option
+def command(
+    source: str,
+    destination: str | None,
+    layers: frozenset[int] | None,
+    tokens: slice | None,
+    threads: int | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Restore the tensors of an archive, exactly.
+
+    SRC is an archive, or - for standard input. With --layers or --tokens only the keys and values
+    of these are read and written.
+
+    \b
+    Example:
+      kvz decompress cache.kvz -o cache.safetensors
+    """
+    target = options.default_destination(source, destination, ".safetensors")
+    options.check_streams(source, target)
+    import kvz
+
+    total = raw_nbytes(source) if layers is None and tokens is None else None
+    with meter("decompressing", total) as progress, naming_output(target):
+        report = kvz.decompress(
+            source,
+            target,
+            layers=layers,
+            tokens=tokens,
+            threads=threads,
+            overwrite=overwrite,
+            progress=progress.advance,
+        )
+    to_stderr = target == options.STANDARD_STREAM
+    if as_json:
+        emit_json({**asdict(report), "gb_per_s": report.gb_per_s}, to_stderr=to_stderr)
+        return
+    skipped = f", {report.num_skipped} left out" if report.num_skipped else ""
+    destination = "<stdout>" if to_stderr else report.destination
+    emit(
+        f"{printable(destination)}: {count(report.num_tensors, 'tensor')}{skipped}, "
+        f"{format_nbytes(report.restored_nbytes)} from {format_nbytes(report.read_nbytes)}, "
+        f"{report.gb_per_s:.2f} GB/s",
+        to_stderr=to_stderr,
+    )

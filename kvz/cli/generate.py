@@ -1,0 +1,65 @@
+"""``kvz generate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvz.cli import models, options
+from kvz.cli.text import emit, emit_json
+from kvz.formats.errors import SourceError
+
+
+@click.command()
+@click.argument("file", metavar="FILE", type=click.Path())
+@click.option("--model", required=True, help="Folder, name on the hub, or .gguf file.")
+@click.option("--prompt", metavar="TEXT", help="Text to go on from, after the cached tokens.")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N"
+)
+@click.option("--force", is_flag=True, help="Accept a cache of another model.")
+@models.model_options
+@options.json_option
+def command(
+    file: str,
+    model: str,
+    prompt: str | None,
+    max_new_tokens: int,
+    force: bool,
+    dtype: str,
+    device: str,
+    gguf_file: str | None,
+    as_json: bool,
+) -> None:
+    """Go on generating from a cache, in a new process.
+
+    FILE is an archive or a .safetensors capture. The text that follows is what the model would
+    have said without a break, greedily. A cache of another model is refused.
+
+    \b
+    Example:
+      kvz generate cache.kvz --model ./model --max-new-tokens 64
+    """
+    if not Path(file).is_file():  # before the model is loaded
+        raise SourceError(f"{file}: No such file")
+    loaded, tokenizer = models.load(model, dtype, device, gguf_file)
+    import kvz
+
+    with models.quiet():
+        prompt_ids = None
+        if prompt is not None:
+            prompt_ids = tokenizer(prompt, add_special_tokens=False).input_ids
+        token_ids = kvz.generate_from(
+            file,
+            loaded,
+            max_new_tokens,
+            prompt_ids,
+            force=force,
+            stop_ids=models.stop_ids(loaded),
+        )
+        text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    if as_json:
+        emit_json({"text": text, "token_ids": token_ids})
+    else:
+        emit(text)

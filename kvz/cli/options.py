@@ -1,0 +1,144 @@
+"""Options, argument types and file name rules that several commands share."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kvz.cli.text import is_terminal
+from kvz.formats.errors import SourceError
+from kvz.formats.ids import CODEC_NAMES
+from kvz.formats.limits import MAX_TENSORS
+
+STANDARD_STREAM = "-"
+F = TypeVar("F", bound=Callable[..., Any])
+
+threads_option = click.option(
+    "--threads", type=click.IntRange(min=1), metavar="N", help="Threads; default one per processor."
+)
+overwrite_option = click.option(
+    "-f", "--overwrite", is_flag=True, help="Replace the output if it exists."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+
+
+def output_option(**settings: Any) -> Callable[[F], F]:
+    """``-o``, given to the command as ``destination``."""
+    return click.option("-o", "--output", "destination", type=click.Path(), **settings)
+
+
+class LayersType(click.ParamType):
+    """``0-3,7``: layer numbers and ranges that include both ends."""
+
+    name = "layers"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> frozenset[int]:
+        layers: set[int] = set()
+        for part in str(value).split(","):
+            match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())
+            if match is None:
+                self.fail(f"{value!r} must be layers and ranges of them, such as 0-3,7", param, ctx)
+            first = int(match[1])
+            last = first if match[2] is None else int(match[2])
+            if last < first:
+                self.fail(f"range {part.strip()} ends before it begins", param, ctx)
+            if last >= MAX_TENSORS:
+                self.fail(f"no model has a layer {last}", param, ctx)
+            layers.update(range(first, last + 1))
+        return frozenset(layers)
+
+
+class TokensType(click.ParamType):
+    """``0:512``: the stored tokens from the first number up to, not including, the second."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> slice:
+        match = re.fullmatch(r"([0-9]+):([0-9]+)", str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} must be START:STOP, such as 0:512", param, ctx)
+        start, stop = int(match[1]), int(match[2])
+        if stop <= start:
+            self.fail(f"{value!r} holds no token: STOP must be greater than START", param, ctx)
+        return slice(start, stop)
+
+
+def codec_option(default: str) -> Callable[[F], F]:
+    return click.option(
+        "--codec", type=click.Choice(CODEC_NAMES), default=default, show_default=True
+    )
+
+
+def _key_values(_: click.Context, param: click.Parameter, items: tuple[str, ...]) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for item in items:
+        key, separator, value = item.partition("=")
+        if not key or not separator:
+            raise click.BadParameter(f"{item!r} must be KEY=VALUE, such as axis=channel")
+        if key in options:
+            raise click.BadParameter(f"{key!r} is given twice")
+        options[key] = value
+    return options
+
+
+codec_options_option = click.option(
+    "--codec-option",
+    "codec_options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    callback=_key_values,
+    help="An option of the codec, such as windows=3/4 or axis=channel (gaac), level=19 (zstd).",
+)
+
+
+def layout_options(command: F) -> F:
+    """``--layout`` and ``--pattern``."""
+    pattern = click.option(
+        "--pattern", metavar="REGEX", help="Names of the tensors that are caches."
+    )
+    axes = click.option(
+        "--layout",
+        "axes",
+        metavar="AXES",
+        help="A letter for each axis of a cache tensor, T for tokens; default BHTD.",
+    )
+    return axes(pattern(command))
+
+
+def default_destination(source: str, destination: str | None, suffix: str) -> str:
+    """The output's path: ``source`` with another suffix unless one was given."""
+    if destination is not None:
+        return destination
+    if source == STANDARD_STREAM:
+        raise click.UsageError("name the output with -o when the input is standard input")
+    return str(Path(source).with_suffix(suffix))
+
+
+def check_streams(source: str | None, destination: str | None) -> None:
+    """Refuse to read or write binary data on a terminal, or on a stream that is closed."""
+    for path, stream, verb in (
+        (source, sys.stdin, "read from"),
+        (destination, sys.stdout, "write to"),
+    ):
+        if path != STANDARD_STREAM:
+            continue
+        if stream is None:
+            raise SourceError(f"cannot {verb} a closed standard stream")
+        if is_terminal(stream):
+            raise click.UsageError(f"refusing to {verb} a terminal: use a file or a pipe")
+
+
+def check_writable_later(destination: str, overwrite: bool) -> None:
+    """Refuse an output before the long work that it is for. Raises SourceError."""
+    if destination == STANDARD_STREAM:
+        return
+    path = Path(destination)
+    if path.exists() and not overwrite:
+        raise SourceError(f"{destination}: exists already; use -f to overwrite it")
+    if not path.parent.is_dir():
+        raise SourceError(f"{destination}: no such folder: {path.parent}")

@@ -1,0 +1,229 @@
+"""The seam to transformers: loading, cache layers, one forward pass, the attention function.
+
+Everything that differs between versions of transformers is found out here by looking at the
+objects at hand, never by version number.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvz.capture_metadata import LayerRecord
+from kvz.formats.errors import ConfigError, ModelLoadError, UnsupportedCache
+
+if TYPE_CHECKING:
+    import torch
+
+# record(attention module, query, key, softmax scale, soft cap or None)
+RecordFn = Callable[[Any, "torch.Tensor", "torch.Tensor", float, "float | None"], None]
+
+_CACHE_ARGUMENTS = ("past_key_values", "cache")
+_LOGITS_ARGUMENTS = ("logits_to_keep", "num_logits_to_keep")
+
+
+def load_model(
+    spec: str, *, dtype: str = "bfloat16", device: str = "cpu", gguf_file: str | None = None
+) -> tuple[Any, Any]:
+    """Model in evaluation mode and its tokenizer.
+
+    spec: local folder, hub id, or path of a `.gguf` file. gguf_file: name of a GGUF file inside
+    the folder or repository; its weights are dequantised to `dtype`.
+    Raises ModelLoadError when transformers is missing or the model cannot be found or read.
+    """
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise ModelLoadError(f"{error}; models need: pip install 'kvz[hf]'") from None
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
+        raise ModelLoadError(f"dtype {dtype!r} is not a floating-point dtype such as bfloat16")
+    source, gguf_file = _resolve_spec(spec, gguf_file)
+    options: dict[str, Any] = {}
+    if gguf_file is not None:
+        options["gguf_file"] = gguf_file
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+        if gguf_file is not None and hasattr(transformers, "GgufConfig"):
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch_dtype, **options
+        )
+        model = model.to(torch.device(device)).eval()
+    except Exception as error:  # the hub client, tokenizers and gguf raise classes of their own
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelLoadError(f"cannot load model {spec}: {reason[0]}") from error
+    return model, tokenizer
+
+
+def _resolve_spec(spec: str, gguf_file: str | None) -> tuple[str, str | None]:
+    path = Path(spec).expanduser()
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise ModelLoadError(f"cannot load model {spec}: no such file")
+        return str(path.parent), path.name
+    if path.is_dir():
+        if gguf_file is not None and not (path / gguf_file).is_file():
+            raise ModelLoadError(f"cannot load model {spec}: no file {gguf_file} in that folder")
+        if gguf_file is None and not (path / "config.json").is_file():
+            raise ModelLoadError(f"cannot load model {spec}: no config.json in that folder")
+        return str(path), gguf_file
+    # a hub id is a name or owner/name; everything else was meant as a path
+    if path.is_absolute() or spec.startswith((".", "~")) or spec.count("/") > 1:
+        raise ModelLoadError(f"cannot load model {spec}: no such folder")
+    return spec, gguf_file
+
+
+def new_cache(model: Any) -> Any:
+    """The empty cache that the model would make for itself, all of its layers known to kvz.
+
+    Raises UnsupportedCache naming the first layer that kvz cannot store exactly, or the model
+    when it does not keep its state in a DynamicCache.
+    """
+    from transformers import DynamicCache
+
+    name = type(model).__name__
+    takes_default = getattr(model, "_supports_default_dynamic_cache", None)
+    if model.config.is_encoder_decoder or (takes_default is not None and not takes_default()):
+        raise UnsupportedCache(f"{name} does not keep its state in a DynamicCache")
+    if _argument(model, _CACHE_ARGUMENTS) is None:
+        raise UnsupportedCache(f"{name}.forward takes none of {', '.join(_CACHE_ARGUMENTS)}")
+    try:
+        cache = DynamicCache(config=model.config)
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise UnsupportedCache(f"no DynamicCache for {name}: {error!r}") from error
+    cache_layers(cache)
+    return cache
+
+
+def cache_layers(cache: Any) -> tuple[LayerRecord, ...]:
+    """Kind, window and token counts of every layer of a transformers cache.
+
+    Raises UnsupportedCache naming index and class of the first layer of another kind.
+    """
+    if not getattr(cache, "layers", None):
+        raise UnsupportedCache(f"{type(cache).__name__} has no layers known before its first use")
+    return tuple(_layer_record(layer, index) for index, layer in enumerate(cache.layers))
+
+
+def _layer_record(layer: Any, index: int) -> LayerRecord:
+    from transformers import cache_utils
+
+    # by exact class: a subclass of a dynamic layer keeps more state than keys and values
+    kind = type(layer)
+    if layer is None or kind is getattr(cache_utils, "DummyLayer", None):
+        return LayerRecord("empty")
+    if kind not in (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer):
+        raise UnsupportedCache(
+            f"cache layer {index} is a {kind.__name__}; "
+            "kvz stores DynamicLayer and DynamicSlidingWindowLayer"
+        )
+    held = 0 if layer.keys is None or layer.keys.numel() == 0 else layer.keys.shape[-2]
+    if kind is cache_utils.DynamicLayer:
+        return LayerRecord("full", num_tokens=held, cumulative_length=held)
+    if getattr(layer, "record_past", False):
+        raise UnsupportedCache(f"cache layer {index} records tokens past its window for a rollback")
+    return LayerRecord("sliding", layer.sliding_window, held, layer.cumulative_length)
+
+
+def layer_devices(model: Any, num_layers: int) -> list[torch.device]:
+    """Device of each cache layer, for a model that may be spread over several."""
+    devices = [model.device] * num_layers
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and 0 <= index < num_layers:
+            with suppress(StopIteration):
+                devices[index] = next(module.parameters()).device
+    return devices
+
+
+def position_ids(attention_mask: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """RoPE positions of columns start:stop, `[batch, stop - start]` int64; padding gets 0."""
+    return (attention_mask[:, :stop].cumsum(-1) - 1).clamp_min(0)[:, start:stop]
+
+
+def feed(
+    model: Any, cache: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor
+) -> torch.Tensor:
+    """One forward pass that grows `cache`; the logits after the last token, `[batch, vocab]`.
+
+    token_ids: `[batch, n]` int64, the next n tokens. attention_mask: `[batch, >= seen + n]`
+    int64 over all columns, the cached ones included; further columns are ignored.
+    Raises UnsupportedCache when the model does not work on the cache it is given, ConfigError
+    when it is in training mode.
+    """
+    import torch
+
+    if model.training:
+        raise ConfigError("model is in training mode: call model.eval() first")
+    start = cache.get_seq_length()
+    stop = start + token_ids.shape[1]
+    arguments: dict[str, Any] = {"input_ids": token_ids, "use_cache": True}
+    arguments[_argument(model, _CACHE_ARGUMENTS) or _CACHE_ARGUMENTS[0]] = cache
+    # no mask where nothing is masked: the attention kernels then take their causal fast path
+    mask = attention_mask[:, :stop]
+    arguments["attention_mask"] = None if bool(mask.all()) else mask
+    if _argument(model, ("position_ids",)) is not None:
+        arguments["position_ids"] = position_ids(attention_mask, start, stop)
+    logits_argument = _argument(model, _LOGITS_ARGUMENTS)
+    if logits_argument is not None:
+        arguments[logits_argument] = 1
+    with torch.no_grad():
+        output = model(**arguments)
+    if cache.get_seq_length() != stop:
+        raise UnsupportedCache(f"{type(model).__name__} does not grow the cache it is given")
+    logits: torch.Tensor = output.logits[:, -1]
+    return logits
+
+
+def _argument(model: Any, names: tuple[str, ...]) -> str | None:
+    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    return next((name for name in names if name in parameters), None)
+
+
+@contextmanager
+def recording_attention(model: Any, record: RecordFn) -> Iterator[None]:
+    """While open, `record` sees query and key of each attention of `model` before it runs.
+
+    Wraps the registered attention functions under their own names, so that masks and the
+    model's settings stay as they are. A model that does not call its attention through
+    transformers' registry runs unrecorded.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as REGISTRY
+
+    modules = {id(module) for module in model.modules()}
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    names = {getattr(config, "_attn_implementation", None) for config in configs} - {None}
+    local = getattr(REGISTRY, "_local_mapping", {})
+    overridden = {name: local[name] for name in names if name in local}
+    for name in names:
+        REGISTRY[name] = _recording(REGISTRY.get(name), modules, record)
+    try:
+        yield
+    finally:
+        for name in names:
+            del REGISTRY[name]
+        for name, function in overridden.items():
+            REGISTRY[name] = function
+
+
+def _recording(stock: Any, modules: set[int], record: RecordFn) -> Callable[..., Any]:
+    def attention(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(module) in modules:
+            scale = kwargs.get("scaling")
+            scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+            record(module, query, key, scale, kwargs.get("softcap"))
+        # "eager" is not in the registry: each modelling file has its own
+        function = stock or modelling_global(module, "eager_attention_forward")
+        return function(module, query, key, *args, **kwargs)
+
+    return attention
+
+
+def modelling_global(module: Any, name: str) -> Any:
+    """A global of the file that implements a module's forward; None when it has none."""
+    return inspect.unwrap(type(module).forward).__globals__.get(name)

@@ -1,0 +1,139 @@
+"""Opens a capture or archive and reads from it what a restore needs, every tensor checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvz.capture_metadata import LayerRecord
+from kvz.files import naming
+from kvz.formats.errors import IdentityMismatch, InvalidField, UnsupportedCache
+from kvz.identity import token_hash
+from kvz.source_protocol import CacheSource
+from kvz.torch_dtypes import TORCH_DTYPES, to_tensor
+
+_LAYER_TENSOR = re.compile(r"layers\.(\d+)\.(\w+)")
+_STATE_PARTS = ("key", "value")
+_STATISTIC_PARTS = ("query", "query_pair_norm", "key_pair_norm")
+
+
+@contextmanager
+def open_source(source: str | Path | CacheSource) -> Iterator[CacheSource]:
+    """A source for as long as the context lasts; errors inside it name the file."""
+    if not isinstance(source, (str, Path)):
+        yield source
+        return
+    opened: Any
+    if str(source).endswith(".safetensors"):
+        from kvz.safetensors_io import SafetensorsFile
+
+        opened = SafetensorsFile(source)
+    else:
+        import kvz
+
+        opened = kvz.open(source)
+    try:
+        with naming(str(source)):
+            yield opened
+    finally:
+        if hasattr(opened, "close"):
+            opened.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens and mask int64 `[batch, tokens]`, logits `[batch, vocab]` or None."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    next_token_logits: torch.Tensor | None
+
+
+def read_prompt(
+    source: CacheSource, document: dict[str, Any], expected_ids: torch.Tensor | None
+) -> Prompt:
+    """Tokens, mask and logits of a source, checked against the tokens part of its metadata.
+
+    expected_ids: `[batch, tokens]` that they must equal. Raises InvalidField when tensors and
+    metadata contradict each other, IdentityMismatch when the tokens are others.
+    """
+    facts = document["tokens"]
+    shape = (facts.get("batch"), facts.get("count"))
+    tensors = {name: _read(source, name) for name in ("input_ids", "attention_mask")}
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != shape or tensor.dtype != torch.int64:
+            raise InvalidField(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, metadata says int64 {list(shape)}"
+            )
+    for name, field in (("input_ids", "sha256"), ("attention_mask", "mask_sha256")):
+        digest = token_hash(tensors[name])
+        if digest != facts.get(field):
+            raise IdentityMismatch(
+                f"tokens.{field}: metadata says {facts.get(field)}, {name} hashes to {digest}"
+            )
+    if expected_ids is not None and not torch.equal(expected_ids.cpu(), tensors["input_ids"]):
+        raise IdentityMismatch("cache belongs to another prompt: input_ids differ")
+    has_logits = "next_token_logits" in source.tensor_names
+    logits = _read(source, "next_token_logits") if has_logits else None
+    if logits is not None and (logits.ndim != 2 or len(logits) != shape[0]):
+        raise InvalidField(f"next_token_logits has shape {list(logits.shape)}, not [batch, vocab]")
+    return Prompt(tensors["input_ids"], tensors["attention_mask"], logits)
+
+
+def read_states(
+    source: CacheSource, layers: Sequence[LayerRecord], dtype: str, input_ids: torch.Tensor
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Key and value `[batch, kv_heads, tokens, head_dim]` by layer, for layers that hold tokens.
+
+    dtype: safetensors name that all of them must have. Raises InvalidField when a tensor is
+    missing or has another shape or dtype than the metadata says, UnsupportedCache when the
+    source holds layer state that is neither key nor value.
+    """
+    expected = {
+        f"layers.{i}.{part}"
+        for i, layer in enumerate(layers)
+        if layer.num_tokens
+        for part in _STATE_PARTS
+    }
+    for name in source.tensor_names:
+        match = _LAYER_TENSOR.fullmatch(name)
+        if match and name not in expected and match[2] not in _STATISTIC_PARTS:
+            raise UnsupportedCache(f"tensor {name} has no place in this cache")
+    states = {}
+    for layer_idx, layer in enumerate(layers):
+        if not layer.num_tokens:
+            continue
+        key, value = (_read(source, f"layers.{layer_idx}.{part}") for part in _STATE_PARTS)
+        for part, tensor in (("key", key), ("value", value)):
+            held = (len(input_ids), key.shape[1], layer.num_tokens)
+            if tensor.ndim != 4 or tuple(tensor.shape[:3]) != held:
+                raise InvalidField(
+                    f"layers.{layer_idx}.{part} has shape {list(tensor.shape)}, metadata says "
+                    f"[{held[0]}, {held[1]}, {held[2]}, head_dim]"
+                )
+            if tensor.dtype != TORCH_DTYPES.get(dtype):
+                raise InvalidField(
+                    f"layers.{layer_idx}.{part} is {tensor.dtype}, metadata says {dtype}"
+                )
+        states[layer_idx] = (key, value)
+    return states
+
+
+def _read(source: CacheSource, name: str) -> torch.Tensor:
+    if name not in source.tensor_names:
+        raise InvalidField(f"tensor {name} is missing")
+    if source.dtype(name) not in TORCH_DTYPES:
+        raise InvalidField(f"tensor {name} has dtype {source.dtype(name)}, unknown to torch")
+    # torch wants memory that it may write to; a mapped file is not
+    array = np.require(source.read_tensor(name), requirements=["C", "W"])
+    tensor = to_tensor(array, source.dtype(name))
+    if tuple(tensor.shape) != tuple(source.shape(name)):
+        raise InvalidField(f"tensor {name} reads as {list(tensor.shape)}, not as its shape says")
+    return tensor

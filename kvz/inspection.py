@@ -186,19 +186,19 @@ def _codec_uses(archive: Archive, tags: bool) -> tuple[CodecUse, ...]:
     head = archive.head
     sizes: list[dict[str, int]] = [{} for _ in head.codecs]
     for entry, codebook_nbytes, chunks in _by_tensor(archive):
-        use = sizes[entry.codec]
+        streams = sizes[entry.codec]
         codec = head.codec_of(entry)
-        _add(use, {CODEBOOKS: codebook_nbytes} if codebook_nbytes else {})
+        _add(streams, {CODEBOOKS: codebook_nbytes} if codebook_nbytes else {})
         raw = chunks["kind"] == SectionKind.RAW
         if raw.any():
-            _add(use, {RAW: int(chunks["length"][raw].sum())})
+            _add(streams, {RAW: int(chunks["length"][raw].sum())})
         encoded = chunks[~raw]
         last = entry.num_chunks - 1
         for part in (encoded[encoded["chunk"] < last], encoded[encoded["chunk"] == last]):
             if part.size:
                 shape = entry.chunk_shape(int(part["chunk"][0]))
                 lengths = part["length"].astype(np.int64)
-                _add(use, stream_nbytes(codec.name, codec.config, shape, lengths))
+                _add(streams, stream_nbytes(codec.name, codec.config, shape, lengths))
     uses = []
     for i, (codec, streams) in enumerate(zip(head.codecs, sizes, strict=True)):
         entries = [entry for entry in head.tensors if entry.codec == i]

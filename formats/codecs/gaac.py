@@ -57,6 +57,9 @@ class GaacConfig:
         """Raises InvalidField."""
         if fields.keys() != {"windows", "axis"} or not isinstance(fields["windows"], list):
             raise InvalidField(f"gaac config needs windows and axis, got {dict(fields)}")
+        # 2.0 equals 2 but cannot shift
+        if not all(type(width) is int for width in fields["windows"]):
+            raise InvalidField(f"gaac windows must be integers, got {fields['windows']}")
         try:
             return cls(tuple(fields["windows"]), fields["axis"])
         except (ValueError, TypeError) as error:
@@ -107,9 +110,9 @@ def fixed_streams(shape: Shape, config: GaacConfig) -> list[Span]:
 def streams(shape: Shape, config: GaacConfig, payload_nbytes: int) -> list[Span]:
     """All streams of an encoded section. Raises InvalidField when it is too short."""
     spans = fixed_streams(shape, config)
+    spans += place([("escapes", 0)], spans[-1].end)
     check_fits(spans, payload_nbytes)
-    (escapes,) = place([("escapes", 0)], spans[-1].end)
-    return [*spans, Span("escapes", escapes.offset, max(0, payload_nbytes - escapes.offset))]
+    return [*spans[:-1], Span("escapes", spans[-1].offset, payload_nbytes - spans[-1].offset)]
 
 
 def max_payload_nbytes(shape: Shape, config: GaacConfig) -> int:

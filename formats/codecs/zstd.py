@@ -33,6 +33,8 @@ class ZstdConfig:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ZstdConfig:
         """Raises InvalidField."""
+        if fields.keys() != {"level"}:
+            raise InvalidField(f"zstd config needs level, got {dict(fields)}")
         try:
             return cls(**fields)
         except (TypeError, ValueError) as error:

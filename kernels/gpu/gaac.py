@@ -67,7 +67,14 @@ def encode(
         **_shape(batch, inner, block_tiles),
     )
     kernels.offsets_kernel[(batch.chunks.shape[0],)](
-        batch.chunks, sizes, totals, batch.num_programs, BLOCK=_OFFSETS_BLOCK, num_warps=4
+        batch.chunks,
+        sizes,
+        totals,
+        batch.num_programs,
+        FIELD=10,
+        TOTAL=False,
+        BLOCK=_OFFSETS_BLOCK,
+        num_warps=4,
     )
     kernels.compact_kernel[(batch.total_programs,)](
         batch.chunks,

@@ -435,22 +435,38 @@ def _store_raw(scratch_ptr, places, word, raw, UNIT: tl.constexpr):
 
 
 @triton.jit
-def offsets_kernel(chunks_ptr, sizes_ptr, totals_ptr, num_blocks_ptr, BLOCK: tl.constexpr):
-    """Per chunk: the exclusive sums of its blocks' sizes to its offsets stream, the sum to totals."""
+def offsets_kernel(
+    chunks_ptr,
+    sizes_ptr,
+    totals_ptr,
+    num_blocks_ptr,
+    FIELD: tl.constexpr,
+    TOTAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Per chunk: the exclusive sums of its blocks' sizes to its offsets stream, the sum to totals.
+
+    ``FIELD``: where the chunk's row says the stream is. ``TOTAL``: the stream ends with the sum.
+    """
     chunk = tl.program_id(0).to(tl.int64)
     row_ptr = chunks_ptr + chunk * NUM_FIELDS
-    offsets_ptr = (_field(row_ptr, 4) + _field(row_ptr, 10)).to(tl.pointer_type(tl.uint32))
+    offsets_ptr = (_field(row_ptr, 4) + _field(row_ptr, FIELD)).to(tl.pointer_type(tl.uint32))
     first = _field(row_ptr, 6)
     num_blocks = tl.load(num_blocks_ptr + chunk)
     total = tl.zeros((), tl.int32)
-    for start in range(0, num_blocks, BLOCK):
+    # "while": Triton's interpreter cannot take a range whose end is a tensor
+    start = 0
+    while start < num_blocks:
         block = start + tl.arange(0, BLOCK)
         valid = block < num_blocks
         sizes = tl.load(sizes_ptr + first + block, mask=valid, other=0)
         offsets = total + tl.cumsum(sizes, axis=0) - sizes
         tl.store(offsets_ptr + block, offsets.to(tl.uint32), mask=valid)
         total += tl.sum(sizes, axis=0)
+        start += BLOCK
     tl.store(totals_ptr + chunk, total)
+    if TOTAL:
+        tl.store(offsets_ptr + num_blocks, total.to(tl.uint32))
 
 
 @triton.jit
@@ -466,7 +482,9 @@ def compact_kernel(
     start = tl.load(offsets_ptr + (program - _field(row_ptr, 6))).to(tl.int64)
     escapes_ptr = (payload + _field(row_ptr, 11)).to(tl.pointer_type(tl.uint8)) + start
     size = tl.load(sizes_ptr + program)
-    for first in range(0, size, BLOCK):
+    first = 0
+    while first < size:
         at = first + tl.arange(0, BLOCK)
         byte = tl.load(scratch_ptr + program * SCRATCH + at, mask=at < size, other=0)
         tl.store(escapes_ptr + at, byte, mask=at < size)
+        first += BLOCK

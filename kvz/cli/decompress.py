@@ -18,10 +18,16 @@ from kvz.cli.text import count, emit, emit_json, format_nbytes, printable
     help="Safetensors file to write, - for standard output; default SRC with .safetensors."
 )
 @click.option(
-    "--layers", type=options.LayersType(), metavar="A-B,C", help="Only these layers, ends included."
+    "--layers",
+    metavar="A-B,C",
+    callback=options.parse_layers,
+    help="Only these layers, ends included.",
 )
 @click.option(
-    "--tokens", type=options.TokensType(), metavar="A:B", help="Only stored tokens A to B-1."
+    "--tokens",
+    metavar="A:B",
+    callback=options.parse_tokens,
+    help="Only the stored tokens A to B-1.",
 )
 @options.threads_option
 @options.overwrite_option

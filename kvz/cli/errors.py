@@ -61,8 +61,12 @@ def describe(error: BaseException) -> str:
     if isinstance(error, KvzError):
         return printable(str(error))
     if isinstance(error, OSError):
-        named = f"{error.filename}: " if error.filename is not None else ""
-        return printable(f"{named}{error.strerror or error}")
+        name = error.filename
+        if name is None and error.errno in _WRITE_ERRORS:
+            # files are written under naming_output: what is left is the report itself
+            name = "<stdout>"
+        reason = error.strerror or str(error)
+        return printable(reason if name is None else f"{name}: {reason}")
     if isinstance(error, MemoryError):
         return "out of memory; fewer --threads need less"
     details = f": {error}" if str(error) else ""
@@ -114,9 +118,8 @@ def naming_output(destination: str) -> Iterator[None]:
 
 def flush_output() -> None:
     """Write out what is buffered, while a failure can still be told."""
-    with naming_output("-"):
-        if sys.stdout is not None:
-            sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
 
 
 def clean_up_on_termination() -> None:

@@ -42,7 +42,7 @@ def command(
       kvz generate cache.kvz --model ./model --max-new-tokens 64
     """
     if not Path(file).is_file():  # before the model is loaded
-        raise SourceError(f"{file}: No such file")
+        raise SourceError(f"{file}: no such file")
     loaded, tokenizer = models.load(model, dtype, device, gguf_file)
     import kvz
 

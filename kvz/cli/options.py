@@ -32,40 +32,39 @@ def output_option(**settings: Any) -> Callable[[F], F]:
     return click.option("-o", "--output", "destination", type=click.Path(), **settings)
 
 
-class LayersType(click.ParamType):
+def parse_layers(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> frozenset[int] | None:
     """``0-3,7``: layer numbers and ranges that include both ends."""
-
-    name = "layers"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> frozenset[int]:
-        layers: set[int] = set()
-        for part in str(value).split(","):
-            match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())
-            if match is None:
-                self.fail(f"{value!r} must be layers and ranges of them, such as 0-3,7", param, ctx)
-            first = int(match[1])
-            last = first if match[2] is None else int(match[2])
-            if last < first:
-                self.fail(f"range {part.strip()} ends before it begins", param, ctx)
-            if last >= MAX_TENSORS:
-                self.fail(f"no model has a layer {last}", param, ctx)
-            layers.update(range(first, last + 1))
-        return frozenset(layers)
-
-
-class TokensType(click.ParamType):
-    """``0:512``: the stored tokens from the first number up to, not including, the second."""
-
-    name = "tokens"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> slice:
-        match = re.fullmatch(r"([0-9]+):([0-9]+)", str(value).strip())
+    if value is None:
+        return None
+    layers: set[int] = set()
+    for part in value.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())
         if match is None:
-            self.fail(f"{value!r} must be START:STOP, such as 0:512", param, ctx)
-        start, stop = int(match[1]), int(match[2])
-        if stop <= start:
-            self.fail(f"{value!r} holds no token: STOP must be greater than START", param, ctx)
-        return slice(start, stop)
+            raise click.BadParameter(f"{value!r} must be layers or ranges of them, such as 0-3,7")
+        first = int(match[1])
+        last = first if match[2] is None else int(match[2])
+        if last < first:
+            raise click.BadParameter(f"range {part.strip()} ends before it begins")
+        # bounds the set, not the model
+        if last >= MAX_TENSORS:
+            raise click.BadParameter(f"no model has a layer {last}")
+        layers.update(range(first, last + 1))
+    return frozenset(layers)
+
+
+def parse_tokens(ctx: click.Context, param: click.Parameter, value: str | None) -> slice | None:
+    """``0:512``: the stored tokens from the first number up to, not including, the second."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"([0-9]+):([0-9]+)", value.strip())
+    if match is None:
+        raise click.BadParameter(f"{value!r} must be START:STOP, such as 0:512")
+    start, stop = int(match[1]), int(match[2])
+    if stop <= start:
+        raise click.BadParameter(f"{value!r} holds no token: STOP must be greater than START")
+    return slice(start, stop)
 
 
 def codec_option(default: str) -> Callable[[F], F]:

@@ -34,15 +34,18 @@ class Meter:
         """``amount`` more is done."""
         self.update(self._done + amount, self._total)
 
-    def update(self, done: int, total: int | None) -> None:
-        """``done`` of ``total`` are done."""
+    def update(self, done: int, total: int | None, label: str | None = None) -> None:
+        """``done`` of ``total`` are done; ``label``: what is being done from here on."""
         self._done, self._total = done, total
+        self._label = label or self._label
         if not self._shown or time.monotonic() - self._start < _DELAY_S:
             return
         if self._bar is None:
             self._bar = self._open()
+        from rich.markup import escape
+
         bar, task = self._bar
-        bar.update(task, completed=done, total=total)
+        bar.update(task, completed=done, total=total, description=escape(self._label))
 
     def _open(self) -> tuple[Progress, TaskID]:
         from rich import progress

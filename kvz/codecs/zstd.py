@@ -87,7 +87,8 @@ def _plane(data: U8, stored: bool, length: int) -> U8:
         # the declared size is checked before anything of that size is allocated
         if zstandard.frame_content_size(frame) != length:
             raise InvalidField(f"zstd frame does not declare the {length} bytes of a plane")
-        plane = zstandard.ZstdDecompressor().decompress(frame, max_output_size=length)
+        decompressor = zstandard.ZstdDecompressor()
+        plane = decompressor.decompress(frame, max_output_size=length, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise DamagedFile(f"zstd: {error}") from None
     if len(plane) != length:

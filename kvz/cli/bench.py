@@ -1,0 +1,95 @@
+"""``kvz bench``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from kvz.cli import options
+from kvz.cli.errors import naming_output
+from kvz.cli.progress import meter
+from kvz.cli.text import emit
+from kvz.formats.ids import CODEC_NAMES
+
+
+def _codecs(
+    ctx: click.Context, param: click.Parameter, specs: tuple[str, ...]
+) -> tuple[str, ...] | None:
+    for spec in specs:
+        if spec.partition(":")[0] not in CODEC_NAMES:
+            raise click.BadParameter(f"{spec!r} is none of {', '.join(CODEC_NAMES)}")
+    return specs or None
+
+
+@click.command()
+@click.argument("caches", metavar="CACHE...", nargs=-1, required=True, type=click.Path())
+@click.option(
+    "--codec",
+    "codecs",
+    multiple=True,
+    metavar="NAME[:KEY=VALUE,...]",
+    callback=_codecs,
+    help="Codec to measure; repeat it for several. Default: all of them.",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True, metavar="N")
+@options.threads_option
+@options.layout_options
+@click.option(
+    "--json",
+    "json_path",
+    metavar="F",
+    type=click.Path(),
+    help="Also write the results to F as JSON; - prints them instead of the table.",
+)
+@options.overwrite_option
+def command(
+    caches: tuple[str, ...],
+    codecs: tuple[str, ...] | None,
+    rounds: int,
+    threads: int | None,
+    axes: str | None,
+    pattern: str | None,
+    json_path: str | None,
+    overwrite: bool,
+) -> None:
+    """Measure codecs and baselines on your own caches.
+
+    Ratio, and speed in memory, of each codec, of zstd and of a plain copy, interleaved in one run;
+    every decoded element is compared with the input. The caches are safetensors files.
+
+    \b
+    Example:
+      kvz bench cache.safetensors --codec gaac --codec splitzip --json results.json
+    """
+    if json_path is not None:
+        options.check_writable_later(json_path, overwrite)
+    import kvz
+    from kvz.bench.report import render
+    from kvz.bench.run import run_bench
+
+    with meter("bench", unit="steps") as progress:
+
+        def show(what: str, done: int, steps: int) -> None:
+            progress.update(done, steps, what)
+
+        report = run_bench(
+            caches,
+            codecs=codecs,
+            rounds=rounds,
+            threads=threads,
+            layout=kvz.Layout(axes, pattern),
+            progress=show,
+        )
+    if json_path != options.STANDARD_STREAM:
+        emit(render(report).rstrip("\n"))
+    if json_path is not None:
+        _write_json(report.to_dict(), json_path, overwrite)
+
+
+def _write_json(document: dict[str, Any], path: str, overwrite: bool) -> None:
+    from kvz.files import atomic_output
+
+    with naming_output(path), atomic_output(path, overwrite=overwrite) as stream:
+        stream.write(json.dumps(document, indent=2).encode() + b"\n")

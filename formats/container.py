@@ -243,8 +243,10 @@ def parse_index(data: bytes | memoryview, prelude: Prelude, trailer: Trailer) ->
     if not np.isin(entries["kind"], kinds).all() or entries["reserved"].any():
         raise InvalidField("the index holds an unknown section kind or a reserved bit")
     # lengths first: below the cap, no sum of offset and length can wrap once offsets are checked
-    if (entries["length"] > MAX_CHUNK_NBYTES).any():
-        raise LimitExceeded(f"a section in the index exceeds {MAX_CHUNK_NBYTES} bytes")
+    for kind in kinds:
+        cap = _PAYLOAD_CAPS[SectionKind(kind)]
+        if (entries["length"][entries["kind"] == kind] > cap).any():
+            raise LimitExceeded(f"a {SectionKind(kind).name} section in the index exceeds {cap}")
     if (entries["offset"] > trailer.index_offset).any():
         raise InvalidField("a section in the index starts after the index")
     expected = payload_offset(PRELUDE_NBYTES + prelude.head_nbytes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvz.formats.errors import InvalidField, LimitExceeded, UnknownCodec
-from kvz.formats.ids import CODEC_NAMES, DTYPE_NBYTES
+from kvz.formats.ids import CODEC_NAMES, DTYPE_NBYTES, METADATA_KEY
 from kvz.formats.limits import (
     MAX_CHUNK_NBYTES,
     MAX_NAME_LEN,
@@ -84,14 +84,18 @@ class TensorEntry:
     def check(self, num_codecs: int) -> None:
         """Raises InvalidField or LimitExceeded."""
         what = f"tensor {self.name!r}"
+        if self.name == METADATA_KEY:
+            raise InvalidField(f"{what}: safetensors keeps this name for the metadata")
         if len(self.name) > MAX_NAME_LEN or len(self.shape) > MAX_RANK:
             raise LimitExceeded(f"{what}: name or rank exceeds {MAX_NAME_LEN} / {MAX_RANK}")
         if self.dtype not in DTYPE_NBYTES:
             raise InvalidField(f"{what}: dtype {self.dtype!r} is not known")
         if any(dim < 0 or dim > MAX_TENSOR_NBYTES for dim in self.shape):
             raise InvalidField(f"{what}: shape {list(self.shape)} is out of range")
-        if self.nbytes > MAX_TENSOR_NBYTES:
-            raise LimitExceeded(f"{what}: {self.nbytes} bytes exceed {MAX_TENSOR_NBYTES}")
+        # without its zeros: the sizes of an empty tensor are multiplied as well
+        nbytes = math.prod(dim for dim in self.shape if dim) * self.itemsize
+        if nbytes > MAX_TENSOR_NBYTES:
+            raise LimitExceeded(f"{what}: {nbytes} bytes exceed {MAX_TENSOR_NBYTES}")
         if self.token_axis is not None and not 0 <= self.token_axis < len(self.shape):
             raise InvalidField(f"{what}: token axis {self.token_axis} of rank {len(self.shape)}")
         if not 0 <= self.codec < num_codecs:
@@ -146,6 +150,8 @@ class Head:
         """Raises InvalidField, LimitExceeded or UnknownCodec."""
         try:
             document = json.loads(data.decode())
+            # an escaped half of a surrogate pair is JSON, but no text
+            json.dumps(document, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise InvalidField(f"the head is not UTF-8 JSON: {error}") from None
         fields = _Fields(document, "head")

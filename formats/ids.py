@@ -24,6 +24,8 @@ class SectionKind(IntEnum):
 #: Codec names as they stand in the head.
 CODEC_NAMES = ("raw", "zstd", "splitzip", "gaac")
 
+#: The key of a safetensors header that is not a tensor.
+METADATA_KEY = "__metadata__"
 #: Safetensors dtype name -> bytes per element.
 DTYPE_NBYTES = {
     "BOOL": 1,

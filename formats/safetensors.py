@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvz.formats.errors import LimitExceeded, NotSafetensorsFile
-from kvz.formats.ids import DTYPE_NBYTES
+from kvz.formats.ids import DTYPE_NBYTES, METADATA_KEY
 from kvz.formats.limits import MAX_TENSOR_NBYTES
 
 LENGTH_NBYTES = 8
@@ -62,9 +62,11 @@ def parse_header(data: bytes) -> Header:
     """Parse the JSON header. Raises NotSafetensorsFile or LimitExceeded."""
     try:
         document = json.loads(data.decode())
+        # an escaped half of a surrogate pair is JSON, but no text
+        json.dumps(document, ensure_ascii=False).encode()
         if not isinstance(document, dict):
             raise ValueError("header is not an object")
-        metadata = document.pop("__metadata__", {})
+        metadata = document.pop(METADATA_KEY, {})
         start = LENGTH_NBYTES + len(data)
         spans = [_tensor(name, fields, start) for name, fields in document.items()]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -103,7 +105,7 @@ def build_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, Header]:
     """Header bytes (length included) for ``(name, dtype, shape)`` in the order of their data."""
-    document: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    document: dict[str, Any] = {METADATA_KEY: dict(metadata)} if metadata else {}
     entries = []
     position = 0
     for name, dtype, shape in tensors:

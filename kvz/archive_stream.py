@@ -76,11 +76,16 @@ class ArchiveStream:
             self.nbytes = start + frame.length
             if frame.kind is SectionKind.INDEX:
                 frame.check_payload(payload, "the index")
+                if frame.tensor or frame.chunk:
+                    raise InvalidField("the frame of the index names a tensor or a chunk")
                 break
             if frame.tensor >= len(self.head.tensors):
                 raise InvalidField(f"a section names tensor {frame.tensor}, which does not exist")
-            if frame.chunk >= max(1, self.head.tensors[frame.tensor].num_chunks):
-                raise InvalidField(f"a section names chunk {frame.chunk}, which does not exist")
+            num_chunks = self.head.tensors[frame.tensor].num_chunks
+            is_codebook = frame.kind is SectionKind.CODEBOOK
+            if frame.chunk >= (min(1, num_chunks) if is_codebook else num_chunks):
+                name = section_name(self.head, frame.kind, frame.tensor, frame.chunk)
+                raise InvalidField(f"a section names {name}, which does not exist")
             name = section_name(self.head, frame.kind, frame.tensor, frame.chunk)
             frame.check_payload(payload, name)
             entry = (start, frame.length, frame.checksum, frame.tensor, frame.chunk, frame.kind, 0)

@@ -25,6 +25,16 @@ from kvz.formats.limits import MAX_CODEBOOK_NBYTES
 from kvz.safetensors_io import TensorReader
 
 _VERSION = 1
+#: What reading a document of another form can raise (OverflowError: an infinite number).
+_MALFORMED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    binascii.Error,
+)
 #: Calibration looks at this many tokens of a tensor, in runs spread evenly over it.
 _SAMPLE_TOKENS = 1024
 _RUN_TOKENS = 64
@@ -116,5 +126,5 @@ class CodebookFile:
                     for name, book in document["tensors"].items()
                 }
                 return cls(config.pop("name"), config, tensors)
-            except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
+            except _MALFORMED as error:
                 raise InvalidField(f"not a kvz codebook file: {error}") from None

@@ -141,6 +141,8 @@ def _select(head: Head, layers: Collection[int] | None, tokens: slice | None) ->
         missing = sorted(set(layers or ()) - {numbers[i] for i in cached})
         if missing:
             raise ConfigError(f"the archive holds no key or value of layer {missing[0]}")
+        if not cached:
+            raise ConfigError("the archive holds no key or value tensors to select from")
         kept = [i for i in cached if layers is None or numbers[i] in layers]
         chosen = [(i, head.tensors[i]) for i in kept]
     targets = []

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvz.formats.errors import ConfigError
 from kvz.formats.ids import DTYPE_NBYTES
+from kvz.formats.limits import MAX_CHUNK_NBYTES
 from kvz.formats.safetensors import StoredTensor
 
 #: Raw bytes that a chunk aims at: small enough for partial reads, large enough that frames and
@@ -74,4 +75,5 @@ def chunk_tokens(tensor: StoredTensor, token_axis: int | None) -> int:
     tokens = tensor.shape[token_axis]
     per_token = max(1, itemsize * math.prod(tensor.shape) // max(1, tokens))
     parts = max(1, round(tokens * per_token / TARGET_CHUNK_NBYTES))
-    return max(1, -(-tokens // (parts * _TOKEN_STEP)) * _TOKEN_STEP)
+    step = -(-tokens // (parts * _TOKEN_STEP)) * _TOKEN_STEP
+    return max(1, min(step, MAX_CHUNK_NBYTES // per_token))

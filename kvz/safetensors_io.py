@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvz.files import LocalFile, atomic_output, integer_view, naming, read_exactly
-from kvz.formats.errors import NotSafetensorsFile, SourceError, TruncatedFile
+from kvz.formats.errors import ConfigError, NotSafetensorsFile, SourceError, TruncatedFile
 from kvz.formats.ids import DTYPE_NBYTES
 from kvz.formats.safetensors import (
     LENGTH_NBYTES,
@@ -128,19 +128,31 @@ class SafetensorsStream:
         self._stream = stream
         nbytes = header_nbytes(read_exactly(stream, LENGTH_NBYTES).tobytes())
         self.header = parse_header(read_exactly(stream, nbytes).tobytes())
+        self._unread = len(self.header.tensors)
 
     def reader(self, tensor: StoredTensor, view_shape: Shape) -> TensorReader:
-        """Must be called once for every tensor, in file order."""
+        """Must be called once for every tensor, in file order.
+
+        Raises TruncatedFile, or NotSafetensorsFile when the stream goes on after the last one.
+        """
         data = read_exactly(self._stream, tensor.nbytes)
+        self._unread -= 1
+        if not self._unread and self._stream.read(1):
+            raise NotSafetensorsFile("bytes follow the last tensor that the header describes")
         return ArrayReader(data.view(f"u{DTYPE_NBYTES[tensor.dtype]}"), view_shape)
 
 
 class MemorySource:
-    """Tensors in memory: ``{name: (safetensors dtype, array)}``; arrays may be strided views."""
+    """Tensors in memory: ``{name: (safetensors dtype, array)}``; arrays may be strided views.
+
+    Raises ConfigError when the metadata is not text.
+    """
 
     def __init__(
         self, tensors: Mapping[str, tuple[str, NDArray[Any]]], metadata: Mapping[str, str]
     ) -> None:
+        if not all(isinstance(text, str) for text in [*metadata, *metadata.values()]):
+            raise ConfigError("metadata must map strings to strings")
         self.name = "<memory>"
         described = [(name, dtype, array.shape) for name, (dtype, array) in tensors.items()]
         self.header = build_header(described, metadata)[1]
@@ -163,7 +175,8 @@ def describe_array(array: Any) -> tuple[str, NDArray[Any]]:
         name = prefix if prefix == "BOOL" else f"{prefix}{8 * array.dtype.itemsize}"
         if prefix is None or name not in DTYPE_NBYTES:
             raise SourceError(f"dtype {array.dtype} has no safetensors name")
-        return name, integer_view(array)
+        # files are little endian, as is every machine that kvz runs on
+        return name, integer_view(array.astype(array.dtype.newbyteorder("<"), copy=False))
     from kvz.torch_dtypes import describe_tensor
 
     return describe_tensor(array)

@@ -49,14 +49,11 @@ def check_complete(head: Head, index: Index) -> None:
     if (index["tensor"] >= len(head.tensors)).any():
         raise InvalidField(f"the index names a tensor beyond the {len(head.tensors)} in the head")
     codebooks = index["kind"] == SectionKind.CODEBOOK
-    if index["chunk"][codebooks].any() or np.unique(index["tensor"][codebooks]).size != int(
-        codebooks.sum()
-    ):
-        raise InvalidField("the index lists a tensor's codebook twice")
-    chunks = index[~codebooks]
     counts = np.array([tensor.num_chunks for tensor in head.tensors], np.int64)
-    if chunks.size != counts.sum():
-        raise InvalidField(f"the index lists {chunks.size} chunks, the head needs {counts.sum()}")
+    chunks = index[~codebooks]
+    num_chunks = sum(counts.tolist())  # int64 could wrap to what the index holds
+    if chunks.size != num_chunks:
+        raise InvalidField(f"the index lists {chunks.size} chunks, the head needs {num_chunks}")
     tensor_of = np.repeat(np.arange(counts.size), counts)
     chunk_of = np.arange(chunks.size) - np.repeat(np.cumsum(counts) - counts, counts)
     wrong = np.flatnonzero((chunks["tensor"] != tensor_of) | (chunks["chunk"] != chunk_of))
@@ -64,6 +61,17 @@ def check_complete(head: Head, index: Index) -> None:
         i = int(wrong[0])
         name = section_name(head, SectionKind.ENCODED, int(tensor_of[i]), int(chunk_of[i]))
         raise InvalidField(f"the index lists {name} twice or out of order")
+    _check_codebooks(head, index, codebooks)
+
+
+def _check_codebooks(head: Head, index: Index, codebooks: NDArray[np.bool_]) -> None:
+    """A codebook stands directly before the chunks of its tensor. Raises InvalidField."""
+    tensors = index["tensor"].astype(np.int64)
+    in_place = (np.diff(tensors, prepend=-1) > 0) & (np.diff(tensors, append=-1) == 0)
+    wrong = np.flatnonzero(codebooks & ~(in_place & (index["chunk"] == 0)))
+    if wrong.size:
+        name = section_name(head, SectionKind.CODEBOOK, int(index["tensor"][wrong[0]]), 0)
+        raise InvalidField(f"{name} does not stand once, before the tensor's chunks")
 
 
 class Decoder:
@@ -85,8 +93,15 @@ class Decoder:
     def prepare(self, entry: TensorEntry, codebook: bytes | None) -> Any:
         """What decoding the tensor's chunks needs. Raises InvalidField."""
         codec = self.codec(entry)
+        if not codec.supports(entry.dtype, entry.token_axis):
+            raise InvalidField(
+                f"tensor {entry.name!r}: codec {codec.name} does not hold {entry.dtype} tensors "
+                f"with token axis {entry.token_axis}"
+            )
         if codec.needs_codebook and codebook is None:
             raise InvalidField(f"tensor {entry.name!r} has no codebook")
+        if codebook is not None and not codec.needs_codebook:
+            raise InvalidField(f"tensor {entry.name!r} has a codebook, codec {codec.name} has none")
         outer, _, inner = entry.view_shape
         try:
             return codec.prepare(codebook or b"", entry.dtype, outer, inner)

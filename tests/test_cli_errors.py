@@ -12,6 +12,7 @@ import time
 import zlib
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 from cli_support import (
@@ -26,8 +27,11 @@ from cli_support import (
     write_cache,
 )
 
+from kvz.cli import options
 from kvz.cli.errors import exit_code
 from kvz.formats import errors
+
+CONTEXT, OPTION = click.Context(click.Command("x")), click.Option(["--x"])
 
 
 @pytest.fixture(scope="module")
@@ -169,26 +173,23 @@ def test_a_command_line_that_makes_no_sense_is_2(
     assert names(made) == before
 
 
-@pytest.mark.parametrize("text", ["-1", "1-", "a", "", "1,,2", "1.5", "-3-4"])
-def test_garbage_for_layers_is_2(made: Path, text: str) -> None:
-    result = kvz("decompress", "cache.kvz", f"--layers={text}", "-o", "part", cwd=made)
-    assert_refused(
-        result,
-        2,
-        f"Invalid value for '--layers': {text!r} must be layers or ranges of them, such as 0-3,7 "
-        "(see kvz decompress --help)",
-    )
+@pytest.mark.parametrize("text", ["-1", "1-", "a", "", "1,,2", "1.5", "-3-4", "\u0661"])
+def test_garbage_for_layers_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter) as refused:
+        options.parse_layers(CONTEXT, OPTION, text)
+    assert refused.value.message == f"{text!r} must be layers or ranges of them, such as 0-3,7"
 
 
-@pytest.mark.parametrize("text", ["-5:5", ":", "a:b", "1:2:3", "1-2"])
-def test_garbage_for_tokens_is_2(made: Path, text: str) -> None:
-    result = kvz("decompress", "cache.kvz", f"--tokens={text}", "-o", "part", cwd=made)
-    assert_refused(
-        result,
-        2,
-        f"Invalid value for '--tokens': {text!r} must be START:STOP, such as 0:512 "
-        "(see kvz decompress --help)",
-    )
+@pytest.mark.parametrize("text", ["-5:5", ":", "a:b", "1:2:3", "1-2", ":5", "\u0661:5"])
+def test_garbage_for_tokens_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter) as refused:
+        options.parse_tokens(CONTEXT, OPTION, text)
+    assert refused.value.message == f"{text!r} must be START:STOP, such as 0:512"
+
+
+def test_ranges_of_layers_include_both_ends_and_those_of_tokens_do_not() -> None:
+    assert options.parse_layers(CONTEXT, OPTION, "0-2,7, 1") == frozenset({0, 1, 2, 7})
+    assert options.parse_tokens(CONTEXT, OPTION, "5:9") == slice(5, 9)
 
 
 def test_layers_and_tokens_that_the_archive_does_not_have_are_2(work: Path) -> None:

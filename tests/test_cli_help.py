@@ -36,7 +36,7 @@ def test_help_is_one_imperative_sentence_first_and_has_a_pasteable_example(
     name: str, flag: str
 ) -> None:
     arguments = [name] * bool(name) + [flag]
-    context = click.Context(group, info_name="kvz")
+    context = click.Context(group, info_name="kvz", **group.context_settings)
     command = group.get_command(context, name) if name else group
     assert command is not None
     assert command.help is not None
@@ -54,7 +54,7 @@ def test_help_is_one_imperative_sentence_first_and_has_a_pasteable_example(
         parsed = group.get_command(context, used)
         assert (program, parsed is None) == ("kvz", False)
         assert parsed is not None
-        parsed.make_context(used, given)
+        parsed.make_context(used, given, parent=context)
     with pytest.raises(click.exceptions.Exit) as ended:
         group.invoke(group.make_context("kvz", arguments))
     assert ended.value.exit_code == 0

@@ -66,8 +66,8 @@ def _escape_places(counts, position):
 
     ``counts`` uint32[STEP, LANES] from ``_counts``; ``position`` of the first tile's escapes.
     """
-    inclusive = tl.cumsum(counts, axis=1)
-    exclusive = inclusive - counts
+    counts = counts.to(tl.int32)
+    exclusive = tl.cumsum(counts, axis=1) - counts
     totals = tl.sum(counts, axis=1)
     total2, total3, total4 = totals & 0x3FF, (totals >> 10) & 0x3FF, totals >> 20
     sizes = total2 + total3 + 4 * total4
@@ -174,7 +174,8 @@ def decode_kernel(
     end = tl.where(block + 1 < num_blocks, end, length)
     # a hostile offset must not reach beyond the escapes
     bad = ((position > end) | (end > length)).to(tl.int32)
-    position = tl.minimum(position, length)
+    length = length.to(tl.int32)
+    position = tl.minimum(position, length).to(tl.int32)
 
     lane = tl.arange(0, LANES)[None, :]
     for step in range(0, BLOCK_TILES, STEP):
@@ -222,21 +223,21 @@ def decode_kernel(
             high5 = _load_raw(escapes_ptr, place4 + 1, raw, length, UNIT)
             high6 = _load_raw(escapes_ptr, place4 + 2, raw, length, UNIT)
             high7 = _load_raw(escapes_ptr, place4 + 3, raw, length, UNIT)
-            for t in range(8):
-                present = valid & (token + t < tokens) & (raw != 0)
-                packed = tl.load(packed_ptr + packed_at + t * LANE_COLUMNS, mask=present, other=0)
-                packed = packed.to(tl.uint32)
+            for r in range(8):
+                some = valid & (token + r < tokens) & (raw != 0)
+                byte_pair = tl.load(packed_ptr + packed_at + r * LANE_COLUMNS, mask=some, other=0)
+                byte_pair = byte_pair.to(tl.uint32)
                 if UNIT == 2:
-                    packed = _spread_bytes(packed)
-                code = (low >> (2 * t)) & 0x00030003
-                code |= ((plane2 >> t) & 0x00010001) << 2
-                code |= ((plane3 >> t) & 0x00010001) << 3
-                code |= ((high4 >> t) & 0x00010001) << 4
-                code |= ((high5 >> t) & 0x00010001) << 5
-                code |= ((high6 >> t) & 0x00010001) << 6
-                code |= ((high7 >> t) & 0x00010001) << 7
-                word = ((packed | packed << 8) & 0x807F807F) | (base + (code << 7))
-                tl.store(out_ptr + out_at + t * LANE_COLUMNS, word.to(out_type), mask=present)
+                    byte_pair = _spread_bytes(byte_pair)
+                code = (low >> (2 * r)) & 0x00030003
+                code |= ((plane2 >> r) & 0x00010001) << 2
+                code |= ((plane3 >> r) & 0x00010001) << 3
+                code |= ((high4 >> r) & 0x00010001) << 4
+                code |= ((high5 >> r) & 0x00010001) << 5
+                code |= ((high6 >> r) & 0x00010001) << 6
+                code |= ((high7 >> r) & 0x00010001) << 7
+                full = ((byte_pair | byte_pair << 8) & 0x807F807F) | (base + (code << 7))
+                tl.store(out_ptr + out_at + r * LANE_COLUMNS, full.to(out_type), mask=some)
     spare: tl.constexpr = INNER % 8
     if spare:
         bad |= _spare_bits(tags_ptr, block, num_tiles, INNER, BLOCK_TILES)
@@ -415,12 +416,12 @@ def encode_kernel(
         _store_escape(own_scratch_ptr, place3, plane3, tag_high, UNIT)
         if num_raw > 0:
             for plane in range(4):
-                word = tl.zeros([STEP, LANES], tl.uint32)
-                for t in range(8):
-                    present = valid & (token + t < tokens)
-                    exponents = _load_exponents(in_ptr, in_at + t * LANE_COLUMNS, present)
-                    word |= ((exponents >> (4 + plane)) & 0x00010001) << t
-                _store_raw(own_scratch_ptr, place4 + plane, word, raw, UNIT)
+                bits = tl.zeros([STEP, LANES], tl.uint32)
+                for r in range(8):
+                    some = valid & (token + r < tokens)
+                    row = _load_exponents(in_ptr, in_at + r * LANE_COLUMNS, some)
+                    bits |= ((row >> (4 + plane)) & 0x00010001) << r
+                _store_raw(own_scratch_ptr, place4 + plane, bits, raw, UNIT)
     tl.store(sizes_ptr + program, position)
 
 

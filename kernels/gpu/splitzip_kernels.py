@@ -124,10 +124,10 @@ def decode_kernel(
                 tl.store(status_ptr + chunk, 1)
             some = some & (element < block_end)
             exponent = tl.load(exponents_ptr + i, mask=some, other=0).to(tl.uint32)
-            packed = tl.load(sign_mantissa_ptr + element, mask=some, other=0).to(tl.uint32)
-            word = (packed & 0x80) << 8 | (packed & 0x7F) | exponent << 7
-            at = _data_offsets(element, block_start, block_end, run, extra)
-            tl.store(element_ptr + at, word.to(tl.uint16), mask=some)
+            byte = tl.load(sign_mantissa_ptr + element, mask=some, other=0).to(tl.uint32)
+            value = (byte & 0x80) << 8 | (byte & 0x7F) | exponent << 7
+            place = _data_offsets(element, block_start, block_end, run, extra)
+            tl.store(element_ptr + place, value.to(tl.uint16), mask=some)
             escape += ESCAPE_STEP
 
 

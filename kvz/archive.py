@@ -103,6 +103,9 @@ class Archive:
         first = start // entry.chunk_tokens
         for chunk in range(first, first if stop == start else -(-stop // entry.chunk_tokens)):
             begin, end = entry.chunk_range(chunk)
+            if start <= begin and end <= stop:
+                self.read_chunk(index, chunk, out[:, begin - start : end - start])
+                continue
             decoded = np.empty(entry.chunk_shape(chunk), out.dtype)
             self.read_chunk(index, chunk, decoded)
             low, high = max(begin, start), min(end, stop)
@@ -181,7 +184,7 @@ class Archive:
             return self._prepared[tensor]
 
     def read_chunk(self, tensor: int, chunk: int, out: NDArray[Any]) -> None:
-        """Decode one chunk into contiguous ``out [outer, n, inner]``. Raises DamagedFile."""
+        """Decode one chunk into ``out [outer, n, inner]``. Raises DamagedFile."""
         with naming(self.name):
             row = int(self._chunk_rows[self._first_chunk_rows[tensor] + chunk])
             kind = SectionKind(int(self.index["kind"][row]))

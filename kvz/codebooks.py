@@ -36,7 +36,7 @@ _MALFORMED = (
     binascii.Error,
 )
 #: Calibration looks at this many tokens of a tensor, in runs spread evenly over it.
-_SAMPLE_TOKENS = 1024
+_SAMPLE_TOKENS = 512
 _RUN_TOKENS = 64
 
 

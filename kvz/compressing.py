@@ -17,6 +17,7 @@ from kvz.archive_writer import ArchiveWriter
 from kvz.codebooks import CodebookFile, read_sample
 from kvz.codecs import DEFAULT_CODEC, codec_from_options
 from kvz.codecs.base import Codec
+from kvz.codecs.raw import RawCodec
 from kvz.files import STANDARD_STREAM, atomic_output, naming, same_file
 from kvz.formats import container
 from kvz.formats.errors import ConfigError
@@ -57,6 +58,9 @@ class CompressReport:
     @property
     def gb_per_s(self) -> float:
         return self.original_nbytes / self.seconds / 1e9
+
+
+_RAW = RawCodec()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,18 +158,24 @@ class _Encoder:
         def job() -> _Section:
             shape = entry.chunk_shape(chunk)
             nbytes = int(np.prod(shape)) * entry.itemsize
-            raw = self.buffers.take(nbytes)
-            view = raw[:nbytes].view(f"u{entry.itemsize}").reshape(shape)
-            reader.read(entry.chunk_range(chunk)[0], view)
-            buffer = self.buffers.take(codec.buffer_nbytes(shape, entry.itemsize))
-            length = codec.encode(view, prepared.result(), buffer)
-            kind, kept, spare = SectionKind.ENCODED, buffer, raw
+            start, stop = entry.chunk_range(chunk)
+            elements = reader.view(start, stop)
+            raw = None
+            if elements is None:
+                raw = self.buffers.take(nbytes)
+                elements = raw[:nbytes].view(f"u{entry.itemsize}").reshape(shape)
+                reader.read(start, elements)
+            buffer = self.buffers.take(max(nbytes, codec.buffer_nbytes(shape, entry.itemsize)))
+            length = codec.encode(elements, prepared.result(), buffer)
+            kind = SectionKind.ENCODED
             if length >= nbytes:
-                kind, kept, spare, length = SectionKind.RAW, raw, buffer, nbytes
-            self.buffers.give(spare)
-            payload = kept[:length]
+                kind = SectionKind.RAW
+                length = _RAW.encode(elements, None, buffer)
+            if raw is not None:
+                self.buffers.give(raw)
+            payload = buffer[:length]
             total = container.checksum(payload)
-            return _Section(kind, index, chunk, payload, total, nbytes, kept)
+            return _Section(kind, index, chunk, payload, total, nbytes, buffer)
 
         return job
 

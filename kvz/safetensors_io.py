@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvz.codecs.base import Chunk, is_chunk
 from kvz.files import LocalFile, atomic_output, integer_view, naming, read_exactly
 from kvz.formats.errors import ConfigError, NotSafetensorsFile, SourceError, TruncatedFile
 from kvz.formats.ids import DTYPE_NBYTES
@@ -31,6 +32,10 @@ class TensorReader(Protocol):
         """Tokens ``start ...`` into contiguous ``out [outer, n, inner]``."""
         ...
 
+    def view(self, start: int, stop: int) -> Chunk | None:
+        """Tokens ``start:stop`` without a copy, where that is possible."""
+        ...
+
 
 class ArrayReader:
     """A tensor in memory: any strides."""
@@ -40,6 +45,10 @@ class ArrayReader:
 
     def read(self, start: int, out: NDArray[Any]) -> None:
         np.copyto(out, self._array[:, start : start + out.shape[1]])
+
+    def view(self, start: int, stop: int) -> Chunk | None:
+        tokens = self._array[:, start:stop]
+        return tokens if is_chunk(tokens) else None
 
 
 class FileReader:
@@ -55,6 +64,9 @@ class FileReader:
         for o in range(self._outer):
             position = self._offset + (o * self._tokens + start) * self._token_nbytes
             self._file.read_into(position, out[o].reshape(-1).view(np.uint8))
+
+    def view(self, start: int, stop: int) -> Chunk | None:
+        return None
 
 
 class TensorSource(Protocol):

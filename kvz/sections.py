@@ -20,7 +20,7 @@ from kvz.formats.ids import SectionKind
 class EncodedChunk(NamedTuple):
     """One chunk of a tensor, not yet decoded.
 
-    ``decode`` fills a contiguous ``uint[outer, n, inner]``; it may be called from any thread and
+    ``decode`` fills a ``uint[outer, n, inner]`` (a :data:`kvz.codecs.base.Chunk`); it may be called from any thread and
     raises DamagedFile.
     """
 
@@ -117,7 +117,7 @@ class Decoder:
         prepared: Any,
         out: NDArray[Any],
     ) -> None:
-        """Decode one chunk, whose checksum was verified, into contiguous ``out``.
+        """Decode one chunk, whose checksum was verified, into ``out``.
 
         Raises DamagedFile or one of its subclasses.
         """
@@ -127,7 +127,7 @@ class Decoder:
                     f"chunk {chunk} of {entry.name}: raw section has {payload.size} bytes, "
                     f"must have {out.nbytes}"
                 )
-            out.reshape(-1).view(np.uint8)[:] = payload
+            np.copyto(out, payload.view(out.dtype).reshape(out.shape))
             return
         try:
             self.codec(entry).decode(payload, prepared, out)

@@ -55,5 +55,6 @@ def run_ordered(jobs: Iterable[Callable[[], T]], threads: int) -> Iterator[T]:
             while pending:
                 yield pending.popleft().result()
         finally:
-            for future in pending:
+            # newest first: a chunk must not start after the calibration it waits for was cancelled
+            for future in reversed(pending):
                 future.cancel()

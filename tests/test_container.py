@@ -108,7 +108,9 @@ PRELUDE_RULES: list[Rule] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "break_it", "error", "message"), PRELUDE_RULES)
+@pytest.mark.parametrize(
+    ("name", "break_it", "error", "message"), PRELUDE_RULES, ids=[rule[0] for rule in PRELUDE_RULES]
+)
 def test_rule_of_the_prelude(
     path: Path, name: str, break_it: Break, error: type[KvzError], message: str
 ) -> None:
@@ -143,7 +145,7 @@ HEAD_BYTES: list[tuple[bytes, str]] = [
 
 @pytest.mark.parametrize(("head", "message"), HEAD_BYTES)
 def test_head_of_the_wrong_form_is_rejected(path: Path, head: bytes, message: str) -> None:
-    assert_rejected(path, Archive(head, []), InvalidField, message)
+    assert_rejected(path, Archive({}, [], head), InvalidField, message)
 
 
 TENSOR_RULES: list[tuple[dict[str, Any], type[KvzError], str]] = [
@@ -185,7 +187,7 @@ def test_rule_of_a_tensor_in_the_head(
 ) -> None:
     archive = tiny()
     archive.head["tensors"][0].update(fields)
-    archive.head = json.dumps(archive.head).encode()
+    archive.head_bytes = json.dumps(archive.head).encode()
     assert_rejected(path, archive, error, message)
 
 
@@ -285,7 +287,9 @@ FRAME_RULES: list[Rule] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "break_it", "error", "message"), FRAME_RULES)
+@pytest.mark.parametrize(
+    ("name", "break_it", "error", "message"), FRAME_RULES, ids=[rule[0] for rule in FRAME_RULES]
+)
 def test_rule_of_a_frame(
     path: Path, name: str, break_it: Break, error: type[KvzError], message: str
 ) -> None:
@@ -441,7 +445,9 @@ INDEX_RULES: list[Rule] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "break_it", "error", "message"), INDEX_RULES)
+@pytest.mark.parametrize(
+    ("name", "break_it", "error", "message"), INDEX_RULES, ids=[rule[0] for rule in INDEX_RULES]
+)
 def test_rule_of_an_index_entry(
     path: Path, name: str, break_it: Break, error: type[KvzError], message: str
 ) -> None:
@@ -492,7 +498,9 @@ TRAILER_RULES: list[Rule] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "break_it", "error", "message"), TRAILER_RULES)
+@pytest.mark.parametrize(
+    ("name", "break_it", "error", "message"), TRAILER_RULES, ids=[rule[0] for rule in TRAILER_RULES]
+)
 def test_rule_of_the_trailer(
     path: Path, name: str, break_it: Break, error: type[KvzError], message: str
 ) -> None:
@@ -512,8 +520,9 @@ def test_trailer_of_another_head_is_rejected(path: Path) -> None:
 
 def test_bytes_after_the_trailer_are_rejected(path: Path) -> None:
     assert_rejected(path, tiny().to_bytes() + b"\0", TruncatedFile, "", SEQUENTIAL)
-    assert_rejected(path, tiny().to_bytes() + bytes(64), TruncatedFile, "no trailer",
-                    [read_at_random])
+    assert_rejected(
+        path, tiny().to_bytes() + bytes(64), TruncatedFile, "no trailer", [read_at_random]
+    )
 
 
 def test_two_archives_in_one_file_are_rejected(path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Damaged and hostile files: always a typed error, never a crash, a huge allocation or a success."""
+"""Damaged and hostile files: a typed error, never a crash, a huge allocation or a success."""
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import subprocess
 import sys
@@ -55,7 +56,11 @@ GAAC_RULES = [
     ("no escapes", replaced(GAAC_STREAMS, 5, b""), "more escapes than there are"),
     ("one escape more", replaced(GAAC_STREAMS, 5, b"\xff\0"), "number of escapes"),
     ("tag 2 needs one more", replaced(GAAC_STREAMS, 3, b"\x00\x02"), "more escapes than there are"),
-    ("tag 3 needs five more", replaced(GAAC_STREAMS, 3, b"\x02\x02"), "more escapes than there are"),
+    (
+        "tag 3 needs five more",
+        replaced(GAAC_STREAMS, 3, b"\x02\x02"),
+        "more escapes than there are",
+    ),
     ("end in the padding", streams(*GAAC_STREAMS)[:60], "stream escapes needs"),
     ("end in the offsets", streams(*GAAC_STREAMS)[:50], "needs bytes"),
     ("end in the first stream", b"\0", "needs bytes"),
@@ -63,7 +68,9 @@ GAAC_RULES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "payload", "message"), GAAC_RULES)
+@pytest.mark.parametrize(
+    ("name", "payload", "message"), GAAC_RULES, ids=[rule[0] for rule in GAAC_RULES]
+)
 def test_rule_of_a_gaac_payload(path: Path, name: str, payload: bytes, message: str) -> None:
     message_of_chunk = "chunk 0 of layers.0.key: "
     assert_rejected(path, with_payload(1, payload), InvalidField, message_of_chunk)
@@ -121,7 +128,9 @@ SPLITZIP_RULES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "payload", "message"), SPLITZIP_RULES)
+@pytest.mark.parametrize(
+    ("name", "payload", "message"), SPLITZIP_RULES, ids=[rule[0] for rule in SPLITZIP_RULES]
+)
 def test_rule_of_a_splitzip_payload(path: Path, name: str, payload: bytes, message: str) -> None:
     assert_rejected(path, with_payload(3, payload), InvalidField, message)
 
@@ -134,8 +143,8 @@ def test_splitzip_codebook_must_be_16_ascending_exponents(path: Path, book: byte
     assert_rejected(path, with_payload(2, book), InvalidField, "must be 16 ascending exponents")
 
 
-def plane(data: bytes, **options: bool) -> bytes:
-    return zstandard.ZstdCompressor(**options).compress(data)
+def plane(data: bytes, *, with_size: bool = True) -> bytes:
+    return zstandard.ZstdCompressor(write_content_size=with_size).compress(data)
 
 
 def zstd_payload(first: bytes, second: bytes, *, stored: int = 0) -> bytes:
@@ -147,7 +156,7 @@ FRAME = plane(b"\x7f\x7f")
 ZSTD_RULES = [
     ("long stored plane", zstd_payload(b"\1\2\3", b"\0\1", stored=3), "stored plane has 3 bytes"),
     ("short stored plane", zstd_payload(b"\1", b"\0\1", stored=3), "stored plane has 1 bytes"),
-    ("no size", zstd_payload(plane(b"\1\1", write_content_size=False), FRAME), "does not declare"),
+    ("no size", zstd_payload(plane(b"\1\1", with_size=False), FRAME), "does not declare"),
     ("wrong size", zstd_payload(plane(b"\1\1\1"), FRAME), "does not declare"),
     ("bytes after", zstd_payload(FRAME, b"\0\1", stored=2) + b"\0", "planes end at"),
     ("cut", zstd_payload(FRAME, b"\0\1", stored=2)[:-1], "planes end at"),
@@ -157,7 +166,9 @@ ZSTD_RULES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "payload", "message"), ZSTD_RULES)
+@pytest.mark.parametrize(
+    ("name", "payload", "message"), ZSTD_RULES, ids=[rule[0] for rule in ZSTD_RULES]
+)
 def test_rule_of_a_zstd_payload(path: Path, name: str, payload: bytes, message: str) -> None:
     archive = with_payload(4, payload)
     path.write_bytes(archive.to_bytes())
@@ -228,11 +239,9 @@ def test_flipped_bit_is_never_decoded_to_other_values(path: Path) -> None:
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
-        try:
-            # frames and padding are not looked at by a reader that goes through the index
+        # frames and padding are not looked at by a reader that goes through the index
+        with contextlib.suppress(KvzError):
             assert read_at_random(path) == VALUES
-        except KvzError:
-            pass
 
 
 # -- damage with correct checksums
@@ -250,7 +259,7 @@ def damage(rng: np.random.Generator, data: bytes) -> bytes:
         elif kind == 1:
             out[at:at] = out[at : at + int(rng.integers(1, 17))]
         else:
-            out[at] = int(rng.choice([0, 1, 0x7F, 0x80, 0xFE, 0xFF, rng.integers(256)]))
+            out[at] = int(rng.choice([0, 1, 0x7F, 0x80, 0xFE, 0xFF, int(rng.integers(256))]))
     return bytes(out)
 
 
@@ -279,7 +288,7 @@ def test_damaged_head_with_correct_checksums_gives_only_typed_errors(path: Path,
     refused = 0
     for _ in range(200):
         archive = tiny()
-        archive.head = damage(rng, dump(archive.head))
+        archive.head_bytes = damage(rng, dump(archive.head))
         path.write_bytes(archive.to_bytes())
         for read in ALL_READERS:
             try:
@@ -303,10 +312,8 @@ def test_odd_values_in_a_tensor_give_only_typed_errors(path: Path, key: str) -> 
             archive.head["tensors"][number][key] = value
             path.write_bytes(archive.to_bytes())
             for read in ALL_READERS:
-                try:
+                with contextlib.suppress(KvzError):
                     read(path)
-                except KvzError:
-                    pass
 
 
 @pytest.mark.parametrize("position", range(6))
@@ -343,7 +350,7 @@ def test_chunk_counts_that_wrap_64_bits_are_rejected(path: Path) -> None:
 
 def test_more_tensors_than_the_limit_are_rejected(path: Path) -> None:
     head = b'{"codecs":[],"metadata":{},"writer":"","tensors":[' + b"0," * (1 << 20) + b"0]}"
-    assert_rejected(path, Archive(head, []), LimitExceeded, "1048577 tensors exceed 1048576")
+    assert_rejected(path, Archive({}, [], head), LimitExceeded, "1048577 tensors exceed 1048576")
 
 
 def huge_claims() -> dict[str, bytes]:

@@ -29,7 +29,8 @@ from kvz.formats.errors import (
     SourceError,
     TruncatedFile,
 )
-from kvz.layout import Layout
+from kvz.formats.safetensors import StoredTensor
+from kvz.layout import Layout, chunk_tokens
 
 CODECS = ["gaac", "splitzip", "zstd", "raw"]
 ITEM_NBYTES = {
@@ -43,7 +44,8 @@ each_codec = pytest.mark.parametrize("codec", CODECS)
 
 
 def bf16_tensor(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    bits = cases.like_a_cache((int(np.prod(shape[:-2])), *shape[-2:]), seed)
+    tokens, inner = shape[-2:]
+    bits = cases.like_a_cache((int(np.prod(shape[:-2])), tokens, inner), seed)
     return torch.from_numpy(bits.view(np.int16).reshape(shape)).view(torch.bfloat16)
 
 
@@ -184,9 +186,7 @@ STRIDED = {
 
 @pytest.mark.parametrize("name", STRIDED)
 @each_codec
-def test_tensor_of_any_strides_is_stored_as_it_looks(
-    tmp_path: Path, codec: str, name: str
-) -> None:
+def test_tensor_of_any_strides_is_stored_as_it_looks(tmp_path: Path, codec: str, name: str) -> None:
     tensor = STRIDED[name](bf16_tensor((2, 3, 70, 24)))
     kvz.compress({"layers.0.key": tensor}, tmp_path / "c.kvz", codec, threads=1)
     with kvz.open(tmp_path / "c.kvz") as opened:
@@ -240,6 +240,12 @@ def test_layout_names_the_token_axis(
             opened.read_tensor("anything", slice(3, 41)),
             np.take(bits_of(tensor), range(3, 41), axis=axes.index("T")),
         )
+
+
+def test_chunk_of_tokens_too_wide_for_64_of_them_stays_below_the_limit() -> None:
+    tensor = StoredTensor("layers.0.key", "BF16", (64, 64, 128, 1024), 0)
+    # 8 MiB a token, 256 MiB at most
+    assert chunk_tokens(tensor, 2) == 32
 
 
 # -- deterministic
@@ -301,9 +307,7 @@ def test_tokens_of_a_tensor_are_a_slice_of_the_source(
     with kvz.open(archive) as opened:
         for name in ("layers.0.key", "layers.1.value"):
             expected = bits_of(cache[name])[:, :, start:stop]
-            np.testing.assert_array_equal(
-                opened.read_tensor(name, slice(start, stop)), expected
-            )
+            np.testing.assert_array_equal(opened.read_tensor(name, slice(start, stop)), expected)
 
 
 def test_token_slice_with_an_open_end_is_a_slice_of_the_source(
@@ -370,7 +374,7 @@ def test_partial_file_holds_slices_of_the_source(
 def test_pipe_gives_the_same_partial_file(
     archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    selection = {"layers": [1], "tokens": slice(7, 2222)}
+    selection: dict[str, Any] = {"layers": [1], "tokens": slice(7, 2222)}
     kvz.decompress(archive, tmp_path / "random", threads=2, **selection)
     patch_stdin(monkeypatch, archive.read_bytes())
     kvz.decompress("-", tmp_path / "piped", threads=2, **selection)
@@ -430,9 +434,7 @@ BOOKS = {"gaac": TensorCodebook(4, 64, b"\1" + 12 * b"\x70"), "splitzip": Tensor
 def test_codebook_from_a_file_is_embedded_and_exact(tmp_path: Path, codec: str) -> None:
     tensor = bf16_tensor((1, 4, 500, 64))
     book = codebook_file(tmp_path / "book", codec, key=BOOKS[codec])
-    kvz.compress(
-        {"layers.0.key": tensor}, tmp_path / "c.kvz", codec, codebook=book, threads=1
-    )
+    kvz.compress({"layers.0.key": tensor}, tmp_path / "c.kvz", codec, codebook=book, threads=1)
     with kvz.open(tmp_path / "c.kvz") as opened:
         assert opened.read_payload(0).tobytes() == BOOKS[codec].payload
         np.testing.assert_array_equal(opened.read_tensor("layers.0.key"), bits_of(tensor))
@@ -629,9 +631,7 @@ def test_existing_output_is_refused_and_kept(source: Path, archive: Path, tmp_pa
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_failed_overwrite_keeps_the_old_output(
-    source: Path, archive: Path, tmp_path: Path
-) -> None:
+def test_failed_overwrite_keeps_the_old_output(source: Path, archive: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     output = tmp_path / "out"
     output.write_bytes(b"precious")
@@ -650,9 +650,7 @@ def test_failed_overwrite_keeps_the_old_output(
         assert sorted(p.name for p in tmp_path.iterdir()) == ["broken", "out"]
 
 
-def test_interrupted_write_leaves_nothing(
-    source: Path, tmp_path: Path
-) -> None:
+def test_interrupted_write_leaves_nothing(source: Path, tmp_path: Path) -> None:
     def interrupt(nbytes: int) -> None:
         raise KeyboardInterrupt
 

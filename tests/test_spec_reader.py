@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sample_capture
@@ -37,7 +38,10 @@ CONTAINER_EXAMPLE = (
     + bytes.fromhex(
         "02 00  00 00  00 00 00 00  00 00 00 00  05 00 00 00 00 00 00 00"
         "F4 99 0B 47  48 7E D3 12  53 45 43 54"
-        "01 02 03 04 05" + 27 * "00" + "FF FF  00 00  00 00 00 00  00 00 00 00  20 00 00 00 00 00 00 00"
+        "01 02 03 04 05"
+        + 27
+        * "00"
+        + "FF FF  00 00  00 00 00 00  00 00 00 00  20 00 00 00 00 00 00 00"
         "C4 F3 59 84  79 FB F5 06  53 45 43 54"
         "40 01 00 00 00 00 00 00  05 00 00 00 00 00 00 00  F4 99 0B 47"
         "00 00 00 00  00 00 00 00  02 00  00 00" + 32 * "00" + "80 01 00 00 00 00 00 00"
@@ -115,7 +119,7 @@ def test_container_example_is_what_kvz_reads(tmp_path: Path) -> None:
 
 
 def test_builder_of_the_tests_gives_the_container_example() -> None:
-    archive = Archive(CONTAINER_HEAD, [Section(2, 0, 0, b"\1\2\3\4\5")])
+    archive = Archive({}, [Section(2, 0, 0, b"\1\2\3\4\5")], CONTAINER_HEAD)
     assert archive.to_bytes() == CONTAINER_EXAMPLE
 
 
@@ -140,7 +144,12 @@ EXAMPLES = [
 
 @pytest.mark.parametrize(("codec", "entry", "codebook", "payload", "values"), EXAMPLES)
 def test_codec_examples_decode_as_the_pages_say(
-    tmp_path: Path, codec: dict, entry: dict, codebook: bytes, payload: bytes, values: bytes
+    tmp_path: Path,
+    codec: dict[str, Any],
+    entry: dict[str, Any],
+    codebook: bytes,
+    payload: bytes,
+    values: bytes,
 ) -> None:
     sections = [Section(1, 0, 0, codebook)] if codebook else []
     archive = Archive(head_of([codec], [entry]), [*sections, Section(ENCODED, 0, 0, payload)])

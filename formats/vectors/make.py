@@ -1,8 +1,8 @@
 """Write the golden files: ``python formats/vectors/make.py`` from the top of the checkout.
 
-``good/`` holds archives that must decode to the stated tensors for ever, ``bad/`` archives that must
-be rejected with the stated error. ``manifest.json`` lists both. Nothing is ever overwritten: a new
-vector is added to the tables below, an old one stays as it is.
+``good/`` holds archives that must decode to the stated tensors for ever, ``bad/`` archives that
+must be rejected with the stated error. ``manifest.json`` lists both. Nothing is ever overwritten: a
+new vector is added to the tables below, an old one stays as it is.
 """
 
 from __future__ import annotations
@@ -86,6 +86,28 @@ EVERY_DTYPE: Listing = [
 ]
 
 
+def mixed(itemsize: int) -> bytes:
+    """200 elements: the lowest byte is never the same (one byte wide: repeats), others hardly move.
+
+    Byte i of the former is ``x[0] = 0, x[i + 1] = (5 * x[i] + 3) mod 256``.
+    """
+    low = bytearray(200)
+    for i in range(1, 200):
+        low[i] = (5 * low[i - 1] + 3) % 256 if itemsize > 1 else i % 7
+    return b"".join(
+        bytes([byte]) + bytes([i // 100]) * (itemsize - 1) for i, byte in enumerate(low)
+    )
+
+
+MIXED: Listing = [
+    *((d, d, [200], mixed(1)) for d in ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0")),
+    *((d, d, [200], mixed(1)) for d in ("F8_E4M3FNUZ", "F8_E5M2FNUZ")),
+    *((d, d, [200], mixed(2)) for d in ("U16", "I16", "F16", "BF16")),
+    *((d, d, [200], mixed(4)) for d in ("U32", "I32", "F32")),
+    *((d, d, [200], mixed(8)) for d in ("U64", "I64", "F64", "C64")),
+]
+
+
 @dataclass(frozen=True)
 class Good:
     """An archive that ``kvz.compress`` makes of a listing."""
@@ -125,15 +147,18 @@ GOOD: dict[str, Good] = {
         "gaac", keys([1, 1, 16, 16], everywhere),
     ),
     "splitzip-run": Good(
-        "16 neighbouring exponents, escapes in two blocks", "splitzip", keys([1, 1, 131, 64], narrow)
+        "16 neighbouring exponents, escapes in two blocks",
+        "splitzip", keys([1, 1, 131, 64], narrow),
     ),
     "splitzip-gaps": Good(
         "a codebook with gaps, an odd number of elements", "splitzip", keys([1, 1, 33, 63], gaps)
     ),
     "zstd-planes": Good(
-        "compressed and stored planes of every dtype", "zstd", EVERY_DTYPE, {"level": "3"}
+        "compressed and stored planes of every dtype", "zstd", MIXED, {"level": "3"}
     ),
-    "raw-every-dtype": Good("RAW sections of every dtype, a scalar, no elements", "raw", EVERY_DTYPE),
+    "raw-every-dtype": Good(
+        "RAW sections of every dtype, a scalar, no elements", "raw", EVERY_DTYPE
+    ),
 }  # fmt: skip
 
 #: Built by hand from the worked examples of the specification.
@@ -157,14 +182,12 @@ def _prelude(**fields: Any) -> Callable[[Archive], None]:
 
 def _tensor(number: int, **fields: Any) -> Callable[[Archive], None]:
     def change(archive: Archive) -> None:
-        assert isinstance(archive.head, dict)
         archive.head["tensors"][number].update(fields)
 
     return change
 
 
 def _unknown_codec(archive: Archive) -> None:
-    assert isinstance(archive.head, dict)
     archive.head["codecs"][3]["name"] = "brotli"
 
 
@@ -181,7 +204,10 @@ def _late_codebook(archive: Archive) -> None:
 
 
 def _without(section: int) -> Callable[[Archive], None]:
-    return lambda archive: archive.sections.pop(section) and None
+    def change(archive: Archive) -> None:
+        del archive.sections[section]
+
+    return change
 
 
 def _padding(archive: Archive) -> None:
@@ -283,13 +309,30 @@ def damaged() -> dict[str, tuple[bytes, str, str]]:
     }
 
 
+class Changed(SystemExit):
+    """A golden file or its entry would change."""
+
+
 def _write(path: Path, data: bytes) -> None:
     if path.exists():
         if path.read_bytes() != data:
-            print(f"{path}: exists with other bytes, kept", file=sys.stderr)
+            raise Changed(f"{path} exists with other bytes: it stays, and nothing more is written")
         return
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)
+
+
+def _extend_manifest(entries: dict[str, list[dict[str, Any]]]) -> None:
+    """Add new entries; those that are there must be the same."""
+    path = FOLDER / "manifest.json"
+    manifest = json.loads(path.read_text()) if path.exists() else {"good": [], "bad": []}
+    for kind, news in entries.items():
+        known = {entry["name"]: entry for entry in manifest[kind]}
+        for entry in news:
+            if known.setdefault(entry["name"], entry) != entry:
+                raise Changed(f"{path}: the entry of {entry['name']} would change")
+        manifest[kind] = list(known.values())
+    path.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
 
 
 def _good_entries() -> list[dict[str, Any]]:
@@ -321,14 +364,13 @@ def _good_entries() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Write the vectors that are not there yet, and the manifest if there is none."""
-    manifest: dict[str, Any] = {"good": _good_entries(), "bad": []}
+    """Write the vectors that are not there yet and add them to the manifest."""
     bad = {name: (bad_bytes(name), b.error, b.message) for name, b in BAD.items()}
+    entries = []
     for name, (data, error, message) in {**bad, **damaged()}.items():
         _write(FOLDER / "bad" / f"{name}.kvz", data)
-        manifest["bad"].append({"name": name, "error": error, "message": message})
-    text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
-    _write(FOLDER / "manifest.json", text.encode())
+        entries.append({"name": name, "error": error, "message": message})
+    _extend_manifest({"good": _good_entries(), "bad": entries})
 
 
 if __name__ == "__main__":

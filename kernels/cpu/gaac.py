@@ -1,7 +1,7 @@
 """GAAC in numba; byte for byte what kernels/reference/gaac.py does.
 
-Geometry: a chunk is ``slabs`` runs of ``slab_len`` elements, a slab is cut into tiles of
-``8 * columns`` consecutive elements (the last one may be short), row r of a tile starts at
+Geometry: a chunk is ``slabs`` runs of ``slab_len`` elements (in the tensor, outer indices may lie
+``outer_stride`` elements apart), a slab is cut into tiles of ``8 * columns`` consecutive elements (the last one may be short), row r of a tile starts at
 ``r * columns``. Groups along tokens: one slab per outer index, ``columns = inner``. Groups along
 channels: one slab per token, one tile per slab, ``columns = ceil(inner / 8)``; then the bases of a
 row start ``columns`` after those of the row before.
@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit, uint8, uint16, uint32
 from numpy.typing import NDArray
 
+from kvz.kernels.cpu.flat import flatten
 from kvz.kernels.cpu.gaac_simd import decode_columns_narrow, decode_columns_wide, encode_columns
 from kvz.kernels.cpu.simd import (
     HAVE_SIMD,
@@ -39,17 +40,17 @@ _ROWS = 8
 
 @njit(nogil=True, cache=True)
 def _encode_columns_plain(
-    chunk, sign_mantissa, at, remaining, first, columns, bases, base_at, base_row, base_stride,
+    data, data_at, sign_mantissa, packed_at, remaining, first, columns, bases, base_at, base_row, base_stride,
     narrow, low, group, plane2, plane3, tags, tag_at, tag_len,
 ):  # fmt: skip
-    """Columns ``first ...`` of the tile at ``chunk[at]``, of which ``remaining`` elements exist."""
+    """Columns ``first ...`` of the tile at ``data[data_at]``, of which ``remaining`` elements exist."""
     for c in range(first, columns):
         span2, span3, span4 = uint32(0), uint32(0), uint32(0)
         for r in range(_ROWS):
             cell = r * columns + c
             if cell < remaining:
-                bits = uint32(chunk[at + cell])
-                sign_mantissa[at + cell] = uint8(((bits >> 8) & 0x80) | (bits & 0x7F))
+                bits = uint32(data[data_at + cell])
+                sign_mantissa[packed_at + cell] = uint8(((bits >> 8) & 0x80) | (bits & 0x7F))
                 exponent = (bits >> uint32(7)) & uint32(0xFF)
                 b = base_at + r * base_row + c
                 span2 |= uint32(exponent - uint32(bases[b]))
@@ -69,7 +70,7 @@ def _encode_columns_plain(
         for r in range(_ROWS):
             cell = r * columns + c
             if cell < remaining:
-                code = (uint32(chunk[at + cell]) >> uint32(7)) & uint32(0xFF)
+                code = (uint32(data[data_at + cell]) >> uint32(7)) & uint32(0xFF)
                 if tag < 3:
                     code -= uint32(bases[base_at + r * base_row + c + tag * base_stride])
                 word |= (code & uint32(3)) << uint32(2 * r)
@@ -100,7 +101,7 @@ def _emit(plane, mask_a, mask_b, tags, columns, vector, escapes, position):
 
 
 @njit(nogil=True, cache=True)
-def _emit_raw(chunk, at, remaining, columns, tags, tag_at, tag_len, escapes, position):
+def _emit_raw(data, data_at, remaining, columns, tags, tag_at, tag_len, escapes, position):
     """Append planes 4-7 of every raw group."""
     for byte in range(tag_len):
         raw = tags[tag_at + byte] & tags[tag_at + tag_len + byte]
@@ -113,7 +114,7 @@ def _emit_raw(chunk, at, remaining, columns, tags, tag_at, tag_len, escapes, pos
                     for r in range(_ROWS):
                         cell = r * columns + c
                         if cell < remaining:
-                            bits |= ((chunk[at + cell] >> (11 + plane)) & 1) << r
+                            bits |= ((data[data_at + cell] >> (11 + plane)) & 1) << r
                     escapes[position + plane] = uint8(bits)
                 position += 4
     return position
@@ -121,17 +122,20 @@ def _emit_raw(chunk, at, remaining, columns, tags, tag_at, tag_len, escapes, pos
 
 @njit(nogil=True, cache=True)
 def _encode(
-    chunk, bases, inner, slabs_per_outer, slab_len, columns, base_row, narrow, block_tiles, vector,
+    data, outer_stride, num_slabs, bases, inner, slabs_per_outer, slab_len, columns, base_row, narrow, block_tiles, vector,
     sign_mantissa, low, dense_plane2, tags, offsets, escapes, plane2, plane3,
 ):  # fmt: skip
     base_stride = bases.size // 3
     tag_len = (columns + 7) >> 3
     tile_len = _ROWS * columns
     position, tile = 0, 0
-    for slab in range(chunk.size // slab_len):
-        base_at = (slab // slabs_per_outer) * inner
+    for slab in range(num_slabs):
+        outer = slab // slabs_per_outer
+        base_at = outer * inner
+        slab_at = outer * outer_stride + (slab - outer * slabs_per_outer) * slab_len
         for start in range(0, slab_len, tile_len):
-            at = slab * slab_len + start
+            packed_at = slab * slab_len + start
+            data_at = slab_at + start
             remaining = min(slab_len - start, tile_len)
             group = tile * columns
             tag_at = tile * 2 * tag_len
@@ -141,8 +145,8 @@ def _encode(
             if vector and remaining == tile_len:
                 while first + 32 <= columns:
                     bits = encode_columns(
-                        chunk, sign_mantissa, at + first, columns, bases, base_at + first,
-                        base_stride, narrow, low, group + first, plane2, plane3, first,
+                        data, data_at + first, sign_mantissa, packed_at + first, columns, bases,
+                        base_at + first, base_stride, narrow, low, group + first, plane2, plane3, first,
                     )  # fmt: skip
                     store_word(uint32(bits), tags, tag_at + (first >> 3))
                     store_word(uint32(bits >> 32), tags, tag_at + tag_len + (first >> 3))
@@ -151,7 +155,7 @@ def _encode(
                 tags[tag_at + byte] = 0
                 tags[tag_at + tag_len + byte] = 0
             _encode_columns_plain(
-                chunk, sign_mantissa, at, remaining, first, columns, bases, base_at, base_row,
+                data, data_at, sign_mantissa, packed_at, remaining, first, columns, bases, base_at, base_row,
                 base_stride, narrow, low, group, plane2, plane3, tags, tag_at, tag_len,
             )  # fmt: skip
             if narrow:
@@ -163,7 +167,7 @@ def _encode(
             high_at = tag_at + tag_len
             position = _emit(plane3, high_at, high_at, tags, columns, vector, escapes, position)
             position = _emit_raw(
-                chunk, at, remaining, columns, tags, tag_at, tag_len, escapes, position
+                data, data_at, remaining, columns, tags, tag_at, tag_len, escapes, position
             )
             tile += 1
     return position
@@ -192,7 +196,7 @@ def _count_tags(tags, tag_at, tag_len):
 
 @njit(nogil=True, cache=True)
 def _decode_columns_plain(
-    sign_mantissa, out, at, remaining, first, columns, low, plane2, group, escapes, escape2,
+    sign_mantissa, packed_at, data, data_at, remaining, first, columns, low, plane2, group, escapes, escape2,
     escape3, tags, tag_at, tag_len, bases, base_at, base_row, base_stride, narrow,
 ):  # fmt: skip
     for c in range(first, columns):
@@ -216,8 +220,8 @@ def _decode_columns_plain(
                 code |= ((p3 >> uint32(r)) & uint32(1)) << uint32(3)
                 if tag < 3:
                     code += uint32(bases[base_at + r * base_row + c + tag * base_stride])
-                packed = uint32(sign_mantissa[at + cell])
-                out[at + cell] = uint16(
+                packed = uint32(sign_mantissa[packed_at + cell])
+                data[data_at + cell] = uint16(
                     ((packed & uint32(0x80)) << uint32(8))
                     | (packed & uint32(0x7F))
                     | (code << uint32(7))
@@ -225,7 +229,7 @@ def _decode_columns_plain(
 
 
 @njit(nogil=True, cache=True)
-def _add_raw_planes(out, at, remaining, columns, tags, tag_at, tag_len, escapes, position):
+def _add_raw_planes(data, data_at, remaining, columns, tags, tag_at, tag_len, escapes, position):
     for byte in range(tag_len):
         raw = tags[tag_at + byte] & tags[tag_at + tag_len + byte]
         if raw == 0:
@@ -237,24 +241,27 @@ def _add_raw_planes(out, at, remaining, columns, tags, tag_at, tag_len, escapes,
                     if cell < remaining:
                         for plane in range(4):
                             bit = (uint32(escapes[position + plane]) >> uint32(r)) & uint32(1)
-                            out[at + cell] |= uint16(bit << uint32(11 + plane))
+                            data[data_at + cell] |= uint16(bit << uint32(11 + plane))
                 position += 4
 
 
 @njit(nogil=True, cache=True)
 def _decode(
     sign_mantissa, low, plane2, tags, offsets, escapes, bases, inner, slabs_per_outer, slab_len,
-    columns, base_row, narrow, block_tiles, vector, out,
+    columns, base_row, narrow, block_tiles, vector, data, outer_stride, num_slabs,
 ):  # fmt: skip
     base_stride = bases.size // 3
     tag_len = (columns + 7) >> 3
     tile_len = _ROWS * columns
     spare_bits = uint8((0xFF << (((columns - 1) & 7) + 1)) & 0xFF)
     position, tile = 0, 0
-    for slab in range(out.size // slab_len):
-        base_at = (slab // slabs_per_outer) * inner
+    for slab in range(num_slabs):
+        outer = slab // slabs_per_outer
+        base_at = outer * inner
+        slab_at = outer * outer_stride + (slab - outer * slabs_per_outer) * slab_len
         for start in range(0, slab_len, tile_len):
-            at = slab * slab_len + start
+            packed_at = slab * slab_len + start
+            data_at = slab_at + start
             remaining = min(slab_len - start, tile_len)
             group = tile * columns
             tag_at = tile * 2 * tag_len
@@ -279,37 +286,40 @@ def _decode(
                     tag_high = load_word(tags, tag_at + tag_len + (first >> 3))
                     if narrow:
                         decode_columns_narrow(
-                            sign_mantissa, out, at + first, columns, low, plane2, group + first,
+                            sign_mantissa, packed_at + first, data, data_at + first, columns, low,
+                            plane2, group + first,
                             escapes, escape2, escape3, tag_low, tag_high,
                             bases, base_at + first, base_stride,
                         )  # fmt: skip
                         escape2 += popcount(tag_low | tag_high)
                     else:
                         decode_columns_wide(
-                            sign_mantissa, out, at + first, columns, low, plane2, group + first,
+                            sign_mantissa, packed_at + first, data, data_at + first, columns, low,
+                            plane2, group + first,
                             escapes, escape2, escape3, tag_low, tag_high,
                             bases, base_at + first, base_stride,
                         )  # fmt: skip
                     escape3 += popcount(tag_high)
                     first += 32
             _decode_columns_plain(
-                sign_mantissa, out, at, remaining, first, columns, low, plane2, group, escapes,
+                sign_mantissa, packed_at, data, data_at, remaining, first, columns, low, plane2, group, escapes,
                 escape2, escape3, tags, tag_at, tag_len, bases, base_at, base_row, base_stride,
                 narrow,
             )  # fmt: skip
             if raw:
-                _add_raw_planes(out, at, remaining, columns, tags, tag_at, tag_len, escapes, raw_at)
+                _add_raw_planes(
+                    data, data_at, remaining, columns, tags, tag_at, tag_len, escapes, raw_at)
             tile += 1
     return DECODE_OK if position == escapes.size else OFFSET_WRONG
 
 
-def _geometry(shape: tuple[int, int, int], channel_axis: bool) -> tuple[int, int, int, int, int]:
-    """``(inner, slabs per outer index, slab length, columns, base step per row)``."""
-    _, tokens, inner = shape
+def _geometry(shape: tuple[int, int, int], channel_axis: bool) -> tuple[int, ...]:
+    """``(slabs, inner, slabs per outer index, slab length, columns, base step per row)``."""
+    outer, tokens, inner = shape
     if channel_axis:
         columns = -(-inner // _ROWS)
-        return inner, tokens, inner, columns, columns
-    return inner, 1, tokens * inner, inner, 0
+        return outer * tokens, inner, tokens, inner, columns, columns
+    return outer, inner, 1, tokens * inner, inner, 0
 
 
 def encode(
@@ -326,16 +336,19 @@ def encode(
     offsets: NDArray[np.uint32],
     escapes: NDArray[np.uint8],
 ) -> int:
-    """Encode contiguous ``chunk`` (uint16[outer, tokens, inner]) into the given stream arrays.
+    """Encode ``chunk`` (uint16[outer, tokens, inner]) into the given stream arrays.
 
-    Returns the length of the escapes. ``escapes`` must hold the worst case, ``6`` bytes a group,
-    and :data:`STORE_SLACK` bytes more.
+    Each outer index of ``chunk`` must be contiguous. Returns the length of the escapes. ``escapes``
+    must hold the worst case, ``6`` bytes a group, and :data:`STORE_SLACK` bytes more.
     """
-    inner, slabs_per_outer, slab_len, columns, base_row = _geometry(chunk.shape, channel_axis)
+    slabs, inner, slabs_per_outer, slab_len, columns, base_row = _geometry(
+        chunk.shape, channel_axis
+    )
+    data, outer_stride = flatten(chunk)
     scratch = np.empty((2, columns + STORE_SLACK), np.uint8)
     return int(
         _encode(
-            chunk.reshape(-1), bases.reshape(-1).astype(np.uint16), inner, slabs_per_outer,
+            data, outer_stride, slabs, bases.reshape(-1).astype(np.uint16), inner, slabs_per_outer,
             slab_len, columns, base_row, narrow, block_tiles, HAVE_SIMD and not channel_axis,
             sign_mantissa, low, plane2, tags, offsets, escapes, scratch[0], scratch[1],
         )
@@ -356,16 +369,19 @@ def decode(
     channel_axis: bool,
     block_tiles: int,
 ) -> int:
-    """Decode into contiguous ``out`` (uint16[outer, tokens, inner]); returns a status.
+    """Decode into ``out`` (uint16[outer, tokens, inner]); returns a status.
 
-    Stream lengths must fit ``out``; tags, offsets and the length of the escapes need not be
-    trustworthy: the result is :data:`DECODE_OK` or says what is wrong with them.
+    Each outer index of ``out`` must be contiguous. Stream lengths must fit ``out``; tags, offsets
+    and the length of the escapes need not be trustworthy: the result is :data:`DECODE_OK` or says
+    what is wrong with them.
     """
-    inner, slabs_per_outer, slab_len, columns, base_row = _geometry(out.shape, channel_axis)
+    slabs, inner, slabs_per_outer, slab_len, columns, base_row = _geometry(out.shape, channel_axis)
+    data, outer_stride = flatten(out)
     return int(
         _decode(
             sign_mantissa, low, plane2, tags, offsets, escapes,
             bases.reshape(-1).astype(np.uint16), inner, slabs_per_outer, slab_len, columns,
-            base_row, narrow, block_tiles, HAVE_SIMD and not channel_axis, out.reshape(-1),
+            base_row, narrow, block_tiles, HAVE_SIMD and not channel_axis, data, outer_stride,
+            slabs,
         )
     )  # fmt: skip

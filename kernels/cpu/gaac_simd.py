@@ -27,9 +27,10 @@ def _load_bases(e: Emitter) -> list[ir.Value]:
 @intrinsic
 def encode_columns(
     typing_context: Any,
-    chunk: Any,
+    data: Any,
+    data_at: Any,
     sign_mantissa: Any,
-    at: Any,
+    packed_at: Any,
     columns: Any,
     bases: Any,
     base_at: Any,
@@ -41,13 +42,13 @@ def encode_columns(
     plane3: Any,
     plane_at: Any,
 ) -> Any:
-    """Encode 8 rows of 32 columns at ``chunk[at]``; returns tag bits, low halves in bits 0-31.
+    """Encode 8 rows of 32 columns at ``data[data_at]``; returns tag bits, low halves in bits 0-31.
 
     ``bases`` uint16[3 * base_stride]; planes 2 and 3 of all columns go to the scratch arrays.
     """
     names = (
-        "chunk sign_mantissa at columns bases base_at base_stride narrow low group plane2 plane3"
-        " plane_at"
+        "data data_at sign_mantissa packed_at columns bases base_at base_stride narrow low group"
+        " plane2 plane3 plane_at"
     )
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -57,9 +58,9 @@ def encode_columns(
         exponents = []
         spans = [splat(0)] * 3
         for t in range(_ROWS):
-            at = e.row(e.value("at"), e.value("columns"), t)
-            packed, exponent = e.split_bf16(e.load("chunk", at, V16))
-            e.store(packed, "sign_mantissa", at)
+            at = e.row(e.value("data_at"), e.value("columns"), t)
+            packed, exponent = e.split_bf16(e.load("data", at, V16))
+            e.store(packed, "sign_mantissa", e.row(e.value("packed_at"), e.value("columns"), t))
             exponents.append(exponent)
             # all differences are below a power of two exactly when their OR is
             spans = [
@@ -90,25 +91,14 @@ def encode_columns(
 
     i64 = types.int64
     return types.uint64(
-        chunk,
-        sign_mantissa,
-        i64,
-        i64,
-        bases,
-        i64,
-        i64,
-        types.boolean,
-        low,
-        i64,
-        plane2,
-        plane3,
-        i64,
-    ), codegen
+        data, i64, sign_mantissa, i64, i64, bases, i64, i64, types.boolean,
+        low, i64, plane2, plane3, i64,
+    ), codegen  # fmt: skip
 
 
 def _decode_columns(narrow: bool) -> Any:
     names = (
-        "sign_mantissa out at columns low plane2 group escapes escape2 escape3 tag_low tag_high"
+        "sign_mantissa packed_at data data_at columns low plane2 group escapes escape2 escape3 tag_low tag_high"
         " bases base_at base_stride"
     )
 
@@ -116,8 +106,9 @@ def _decode_columns(narrow: bool) -> Any:
     def decode_columns(
         typing_context: Any,
         sign_mantissa: Any,
-        out: Any,
-        at: Any,
+        packed_at: Any,
+        data: Any,
+        data_at: Any,
         columns: Any,
         low: Any,
         plane2: Any,
@@ -144,23 +135,24 @@ def _decode_columns(narrow: bool) -> Any:
             plane3 = b.zext(e.expand("escapes", e.value("escape3"), tag_high), V16)
             base = e.shift(_select_base(e, tag_low, tag_high, _load_bases(e)), 7)
             for t in range(_ROWS):
-                at = e.row(e.value("at"), e.value("columns"), t)
+                at = e.row(e.value("packed_at"), e.value("columns"), t)
                 value = e.spread_sign_mantissa(e.load("sign_mantissa", at, V8))
                 code = b.or_(e.bits(low, 7 - 2 * t, 0x180), e.bits(plane2, 9 - t, 0x200))
                 code = b.or_(code, e.bits(plane3, 10 - t, 0x400))
-                e.store(b.or_(value, b.add(code, base)), "out", at)
+                at = e.row(e.value("data_at"), e.value("columns"), t)
+                e.store(b.or_(value, b.add(code, base)), "data", at)
             return context.get_dummy_value()
 
         i64, u32 = types.int64, types.uint32
         return types.void(
-            sign_mantissa, out, i64, i64, low, plane2, i64,
+            sign_mantissa, i64, data, i64, i64, low, plane2, i64,
             escapes, i64, i64, u32, u32, bases, i64, i64,
         ), codegen  # fmt: skip
 
     return decode_columns
 
 
-#: Decode 8 rows of 32 columns into ``out[at]``; planes 4-7 of raw groups are added afterwards.
+#: Decode 8 rows of 32 columns into ``data[data_at]``; planes 4-7 of raw groups are added afterwards.
 #: ``escape2`` and ``escape3`` are where the columns' planes 2 and 3 start in ``escapes``.
 decode_columns_narrow = _decode_columns(narrow=True)
 decode_columns_wide = _decode_columns(narrow=False)

@@ -19,18 +19,26 @@ _HALF8, _HALF16 = ir.VectorType(I8, LANES // 2), ir.VectorType(I16, LANES // 2)
 
 @intrinsic
 def encode_run(
-    typing_context: Any, chunk: Any, sign_mantissa: Any, codes: Any, at: Any, lowest: Any
+    typing_context: Any,
+    data: Any,
+    data_at: Any,
+    sign_mantissa: Any,
+    codes: Any,
+    at: Any,
+    lowest: Any,
 ) -> Any:
-    """Encode ``chunk[at:at + 32]``, ``at`` even; bit i of the result: element i is an escape.
+    """Encode ``data[data_at:data_at + 32]`` as elements ``at ...``, ``at`` even.
+
+    Bit i of the result: element i is an escape.
 
     ``lowest`` uint16[1] is the lowest exponent of the codebook.
     """
-    names = "chunk sign_mantissa codes at lowest"
+    names = "data data_at sign_mantissa codes at lowest"
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         e = Emitter(context, builder, sig, args, names)
         at = e.value("at")
-        packed, exponent = e.split_bf16(e.load("chunk", at, V16))
+        packed, exponent = e.split_bf16(e.load("data", e.value("data_at"), V16))
         e.store(packed, "sign_mantissa", at)
         difference = builder.sub(exponent, e.broadcast("lowest", ir.Constant(I64, 0)))
         known = builder.icmp_unsigned("<", difference, splat(16))
@@ -41,15 +49,23 @@ def encode_run(
         e.store(nibbles, "codes", builder.lshr(at, ir.Constant(I64, 1)))
         return builder.bitcast(builder.not_(known), I32)
 
-    return types.uint32(chunk, sign_mantissa, codes, types.int64, lowest), codegen
+    return types.uint32(
+        data, types.int64, sign_mantissa, codes, types.int64, lowest
+    ), codegen
 
 
 @intrinsic
 def decode_run(
-    typing_context: Any, sign_mantissa: Any, codes: Any, at: Any, lowest: Any, out: Any
+    typing_context: Any,
+    sign_mantissa: Any,
+    codes: Any,
+    at: Any,
+    lowest: Any,
+    data: Any,
+    data_at: Any,
 ) -> Any:
-    """Decode ``out[at:at + 32]``, ``at`` even, as if there were no escapes."""
-    names = "sign_mantissa codes at lowest out"
+    """Decode elements ``at ... at + 31``, ``at`` even, to ``data[data_at]``, escapes aside."""
+    names = "sign_mantissa codes at lowest data data_at"
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         e = Emitter(context, builder, sig, args, names)
@@ -61,7 +77,9 @@ def decode_run(
         lowest = e.broadcast("lowest", ir.Constant(I64, 0))
         exponent = e.shift(builder.add(builder.zext(code, V16), lowest), 7)
         value = e.spread_sign_mantissa(e.load("sign_mantissa", at, V8))
-        e.store(builder.or_(value, exponent), "out", at)
+        e.store(builder.or_(value, exponent), "data", e.value("data_at"))
         return context.get_dummy_value()
 
-    return types.void(sign_mantissa, codes, types.int64, lowest, out), codegen
+    return types.void(
+        sign_mantissa, codes, types.int64, lowest, data, types.int64
+    ), codegen

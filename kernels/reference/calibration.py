@@ -32,13 +32,23 @@ def window_bases(counts: NDArray[np.uint32]) -> NDArray[np.uint8]:
     return np.stack([c.argmax(axis=-1) for c in covered]).astype(np.uint8)
 
 
+#: A run of exponents is taken instead of the most frequent ones if it leaves at most this share of
+#: the elements uncovered in addition: its codes are one subtraction away, which is several times
+#: faster, and this many escapes more cost 0.04 % of the size.
+RUN_TOLERANCE = 2e-4
+
+
 def frequent_exponents(counts: NDArray[np.integer], size: int) -> NDArray[np.uint8]:
     """The ``size`` most frequent exponents of ``counts`` (int[256]), ascending.
 
-    Ties go to the exponent nearer to the most frequent one, then to the lower: so that unused
-    places continue the run of used ones.
+    Ties go to the lower exponent. Where a run of consecutive exponents covers as much, within
+    :data:`RUN_TOLERANCE`, it is the run (the lowest of the best).
     """
-    exponents = np.arange(256)
-    distance = np.abs(exponents - int(counts.argmax()))
-    order = np.lexsort((exponents, distance, -counts.astype(np.int64)))
-    return np.sort(order[:size]).astype(np.uint8)
+    total = counts.astype(np.int64)
+    order = np.argsort(-total, kind="stable")
+    best = np.sort(order[:size])
+    covered = np.convolve(total, np.ones(size, np.int64), "valid")
+    first = int(covered.argmax())
+    if total[best].sum() - covered[first] <= RUN_TOLERANCE * total.sum():
+        best = np.arange(first, first + size)
+    return best.astype(np.uint8)

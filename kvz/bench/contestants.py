@@ -18,6 +18,7 @@ import numpy as np
 from kvz.bench.workload import U16, Workload
 from kvz.codebooks import read_sample
 from kvz.codecs.base import Codec
+from kvz.codecs.raw import RawCodec
 from kvz.compressing import write_archive
 from kvz.layout import Layout
 from kvz.safetensors_io import ArrayReader, SafetensorsFile
@@ -25,6 +26,7 @@ from kvz.safetensors_io import ArrayReader, SafetensorsFile
 Job = Callable[[int], None]
 
 MEMCPY = "memcpy"
+_RAW = RawCodec()
 
 
 class Jobs(NamedTuple):
@@ -77,11 +79,7 @@ class _CountingSink(io.RawIOBase):
 
 
 class CodecContestant:
-    """A kvz codec, chunk by chunk as :func:`kvz.compress` goes.
-
-    A codec works on contiguous chunks; where a chunk takes pieces of several heads, gathering them
-    from the tensor and scattering them to it is part of encoding and decoding.
-    """
+    """A kvz codec, chunk by chunk as :func:`kvz.compress` goes, straight from and to the tensor."""
 
     is_baseline = False
 
@@ -98,7 +96,7 @@ class CodecContestant:
         return sink.nbytes
 
     def prepare(self, work: Workload, num_workers: int) -> Jobs:
-        run = _CodecRun(self.codec, work, num_workers)
+        run = _CodecRun(self.codec, work)
         return Jobs(
             [partial(run.calibrate, tensor) for tensor in range(len(work.tensors))],
             [partial(run.encode, chunk) for chunk in range(len(work.chunks))],
@@ -109,12 +107,11 @@ class CodecContestant:
 class _CodecRun:
     """State of a codec between calibration, encoding and decoding of one workload."""
 
-    def __init__(self, codec: Codec, work: Workload, num_workers: int) -> None:
+    def __init__(self, codec: Codec, work: Workload) -> None:
         self._codec = codec
         self._work = work
         self._prepared: list[Any] = [None] * len(work.tensors)
         self._lengths = [0] * len(work.chunks)
-        self._scratch = [np.empty(work.chunk_len, np.uint16) for _ in range(num_workers)]
 
     def calibrate(self, tensor: int, worker: int) -> None:
         entry = self._work.entries[tensor]
@@ -125,33 +122,21 @@ class _CodecRun:
             codebook = self._codec.calibrate(read_sample(reader, entry), tokens)
         self._prepared[tensor] = self._codec.prepare(codebook, entry.dtype, outer, inner)
 
-    def _contiguous(self, view: U16, worker: int) -> U16:
-        """``view`` itself, or scratch of its shape when it does not lie in one piece."""
-        if view.flags.c_contiguous:
-            return view
-        return self._scratch[worker][: view.size].reshape(view.shape)
-
     def encode(self, number: int, worker: int) -> None:
         chunk = self._work.chunks[number]
-        source = self._contiguous(chunk.source, worker)
-        if source is not chunk.source:
-            np.copyto(source, chunk.source)
-        length = self._codec.encode(source, self._prepared[chunk.tensor], chunk.slot)
-        # the archive writer keeps such a chunk as it is, too; one of equal size decodes either way
-        if length > source.nbytes:
-            chunk.slot[: source.nbytes] = source.reshape(-1).view(np.uint8)
+        length = self._codec.encode(chunk.source, self._prepared[chunk.tensor], chunk.slot)
+        # the archive writer keeps such a chunk as it is, too
+        if length >= chunk.source.nbytes:
+            length = _RAW.encode(chunk.source, None, chunk.slot)
         self._lengths[number] = length
 
     def decode(self, number: int, worker: int) -> None:
         chunk = self._work.chunks[number]
-        target = self._contiguous(chunk.target, worker)
-        length = self._lengths[number]
-        if length > target.nbytes:
-            target.reshape(-1).view(np.uint8)[:] = chunk.slot[: target.nbytes]
+        payload = chunk.slot[: self._lengths[number]]
+        if payload.size == chunk.target.nbytes:
+            _RAW.decode(payload, None, chunk.target)
         else:
-            self._codec.decode(chunk.slot[:length], self._prepared[chunk.tensor], target)
-        if target is not chunk.target:
-            np.copyto(chunk.target, target)
+            self._codec.decode(payload, self._prepared[chunk.tensor], chunk.target)
 
 
 class MemcpyContestant:

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 U8 = NDArray[np.uint8]
-#: Integer view of a chunk: uint{8,16,32,64}[outer, tokens, inner], contiguous.
+#: Integer view of a chunk, uint{8,16,32,64}[outer, tokens, inner]. It may be a token range of a
+#: larger tensor: each outer index is contiguous, the next one may lie further away.
 Chunk = NDArray[Any]
 Shape = tuple[int, int, int]
 
@@ -50,5 +51,14 @@ class Codec(Protocol):
         ...
 
     def decode(self, payload: U8, prepared: Any, out: Chunk) -> None:
-        """Decode into contiguous ``out``. Raises DamagedFile when the payload is inconsistent."""
+        """Decode into ``out``. Raises DamagedFile when the payload is inconsistent."""
         ...
+
+
+def is_chunk(array: Chunk) -> bool:
+    """Whether ``array [outer, tokens, inner]`` meets what :data:`Chunk` asks for."""
+    outer, tokens, inner = array.shape
+    if array.flags.c_contiguous:
+        return True
+    step = array.strides[0]
+    return bool(array[0].flags.c_contiguous and step >= tokens * inner * array.itemsize)

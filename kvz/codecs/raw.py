@@ -44,10 +44,10 @@ class RawCodec:
         return int(np.prod(shape)) * itemsize
 
     def encode(self, chunk: Chunk, prepared: None, buffer: U8) -> int:
-        buffer[: chunk.nbytes] = chunk.reshape(-1).view(np.uint8)
+        np.copyto(buffer[: chunk.nbytes].view(chunk.dtype).reshape(chunk.shape), chunk)
         return chunk.nbytes
 
     def decode(self, payload: U8, prepared: None, out: Chunk) -> None:
         if payload.size != out.nbytes:
             raise InvalidField(f"raw section has {payload.size} bytes, must have {out.nbytes}")
-        out.reshape(-1).view(np.uint8)[:] = payload
+        np.copyto(out, payload.view(out.dtype).reshape(out.shape))

@@ -52,16 +52,15 @@ class SplitzipCodec:
         return layout.max_payload_nbytes(int(np.prod(shape)))
 
     def encode(self, chunk: Chunk, codebook: U8, buffer: U8) -> int:
-        elements = chunk.reshape(-1)
         # escapes go where they lie if every element is one, then move up to their real place
         positions, exponents = (
             buffer[span.offset : span.end]
-            for span in layout.escape_streams(elements.size, elements.size)
+            for span in layout.escape_streams(chunk.size, chunk.size)
         )
-        fixed = layout.fixed_streams(elements.size)
+        fixed = layout.fixed_streams(chunk.size)
         sign_mantissa, codes, offsets = (buffer[span.offset : span.end] for span in fixed)
         num_escapes = kernels.encode(
-            elements,
+            chunk,
             codebook,
             block_len=layout.BLOCK_LEN,
             sign_mantissa=sign_mantissa,
@@ -70,7 +69,7 @@ class SplitzipCodec:
             positions=positions.view(np.uint16),
             exponents=exponents,
         )
-        final = layout.escape_streams(elements.size, num_escapes)
+        final = layout.escape_streams(chunk.size, num_escapes)
         buffer[final[1].offset : final[1].end] = exponents[:num_escapes].copy()
         clear_gaps(buffer, [*fixed, *final])
         return final[-1].end
@@ -87,7 +86,7 @@ class SplitzipCodec:
             positions.view(np.uint16),
             exponents,
             codebook,
-            out.reshape(-1),
+            out,
             block_len=layout.BLOCK_LEN,
         )
         if status != kernels.DECODE_OK:

@@ -74,7 +74,12 @@ class ZstdCodec:
             _plane(payload[span.offset : span.end], stored, out.size)
             for span, stored in streams(payload, out.itemsize)
         ]
-        join(planes, out.reshape(-1), rotate)
+        if out.flags.c_contiguous:
+            join(planes, out.reshape(-1), rotate)
+        else:
+            joined = np.empty(out.size, out.dtype)
+            join(planes, joined, rotate)
+            np.copyto(out, joined.reshape(out.shape))
 
 
 def _plane(data: U8, stored: bool, length: int) -> U8:

@@ -31,22 +31,23 @@ class Section:
 
 @dataclass
 class Archive:
-    """A file to be built. ``head`` is JSON or, to break JSON itself, bytes.
+    """A file to be built. ``head_bytes`` stand in place of ``head`` where JSON itself is broken.
 
     ``prelude`` and ``trailer`` override fields by name; ``edit_index`` changes the list of index
     entries ``[offset, length, crc, tensor, chunk, kind, reserved]`` in place.
     """
 
-    head: dict[str, Any] | bytes
+    head: dict[str, Any]
     sections: list[Section]
+    head_bytes: bytes | None = None
     prelude: Fields = field(default_factory=dict)
     trailer: Fields = field(default_factory=dict)
-    edit_index: Callable[[list[list[int]]], None] | None = None
+    edit_index: Callable[[list[list[int]]], object] | None = None
     index_section: Section = field(default_factory=lambda: Section(INDEX, 0, 0, b""))
     trailer_gap: int = 0
 
     def to_bytes(self) -> bytes:
-        head = self.head if isinstance(self.head, bytes) else dump(self.head)
+        head = dump(self.head) if self.head_bytes is None else self.head_bytes
         data = _prelude(head, self.prelude) + head
         entries = []
         for section in self.sections:
@@ -126,10 +127,9 @@ def _append(data: bytes, section: Section) -> bytes:
     }
     fields = ("kind", "reserved", "tensor", "chunk", "length", "payload_crc")
     body = struct.pack("<HHIIQI", *(f[name] for name in fields))
-    gap = -(len(data) + 32) % 64
-    return data + bytes([section.gap]) * gap + _sealed(body, section.frame) + f["mark"] + (
-        section.payload
-    )
+    frame: bytes = _sealed(body, section.frame) + f["mark"]
+    gap = bytes([section.gap]) * (-(len(data) + 32) % 64)
+    return data + gap + frame + section.payload
 
 
 def _trailer(data: bytes, index_offset: int, index: bytes, head: bytes, overrides: Fields) -> bytes:

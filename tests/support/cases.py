@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,8 @@ from kvz.codecs.base import Codec
 from kvz.kernels.reference import gaac as gaac_reference
 from kvz.kernels.reference import splitzip as splitzip_reference
 
-U8, U16 = NDArray[np.uint8], NDArray[np.uint16]
+U8: TypeAlias = NDArray[np.uint8]
+U16: TypeAlias = NDArray[np.uint16]
 POISON = 0xA5
 
 

@@ -12,7 +12,7 @@ Listing = Iterable[tuple[str, str, list[int], bytes]]
 
 
 def safetensors_bytes(tensors: Listing, metadata: Mapping[str, str] | None = None) -> bytes:
-    """A file of ``(name, dtype, shape, bytes)``, with the header as the safetensors package has it."""
+    """A file of ``(name, dtype, shape, bytes)``, its header as the safetensors package has it."""
     document: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     data = b""
     for name, dtype, shape, raw in tensors:

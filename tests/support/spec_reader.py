@@ -161,9 +161,7 @@ def read_section(data: bytes, position: int) -> Section:
     payload_offset = align(position + 32, 64)
     require(not any(data[position : payload_offset - 32]), "zeros before the frame")
     frame = data[payload_offset - 32 : payload_offset]
-    kind, reserved, tensor, chunk, length, crc, frame_crc, mark = struct.unpack(
-        "<HHIIQII4s", frame
-    )
+    kind, reserved, tensor, chunk, length, crc, frame_crc, mark = struct.unpack("<HHIIQII4s", frame)
     require(mark == b"SECT" and reserved == 0, "frame")
     require(zlib.crc32(frame[:24]) == frame_crc, "CRC of the frame")
     payload = data[payload_offset : payload_offset + length]

@@ -1,4 +1,4 @@
-"""A small valid archive with a tensor for every codec, and the readers that must reject its ruins."""
+"""A small archive with a tensor for every codec, and the readers that must reject its ruins."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from archive_builder import CODEBOOK, ENCODED, RAW, Archive, Section, head_of, tensor
@@ -16,8 +17,13 @@ from archive_builder import CODEBOOK, ENCODED, RAW, Archive, Section, head_of, t
 import kvz
 from kvz.formats.errors import KvzError
 
-GAAC = {"name": "gaac", "windows": [2, 3, 4], "axis": "token"}
-CODECS = [GAAC, {"name": "splitzip"}, {"name": "zstd", "level": 3}, {"name": "raw"}]
+GAAC: dict[str, Any] = {"name": "gaac", "windows": [2, 3, 4], "axis": "token"}
+CODECS: list[dict[str, Any]] = [
+    GAAC,
+    {"name": "splitzip"},
+    {"name": "zstd", "level": 3},
+    {"name": "raw"},
+]
 GAAC_CODEBOOK = bytes.fromhex("02 7C 7C 7A 7A 70 70")
 
 

@@ -1,0 +1,181 @@
+"""The golden files of formats/vectors/: good ones decode, bad ones are refused, for ever."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import struct
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import spec_reader
+import tiny_archive
+from safetensors_file import safetensors_bytes
+
+import kvz
+from kvz.formats import errors
+
+FOLDER = Path(__file__).parents[1] / "formats" / "vectors"
+MANIFEST: dict[str, list[dict[str, Any]]] = json.loads((FOLDER / "manifest.json").read_text())
+GOOD, BAD = ({entry["name"]: entry for entry in MANIFEST[kind]} for kind in ("good", "bad"))
+#: A frame or the bytes before one are not seen by who goes through the index.
+SEQUENTIAL_ONLY = {"padding", "bytes-after"}
+
+
+def load_make() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("vectors_make", FOLDER / "make.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses look their module up by name
+    sys.modules["vectors_make"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+make = load_make()
+
+
+def good_path(name: str) -> Path:
+    return FOLDER / "good" / f"{name}.kvz"
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def test_manifest_lists_exactly_the_files_there_are() -> None:
+    for kind, entries in (("good", GOOD), ("bad", BAD)):
+        assert sorted(entries) == sorted(p.stem for p in (FOLDER / kind).iterdir())
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_good_vector_decodes_to_what_the_manifest_says(name: str) -> None:
+    with kvz.open(good_path(name)) as archive:
+        hashes = {n: sha256(archive.read_tensor(n).tobytes()) for n in archive.tensor_names}
+    assert hashes == GOOD[name]["sha256"]
+    kvz.verify(good_path(name), threads=1)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_second_reader_decodes_a_good_vector_alike(name: str) -> None:
+    _, tensors = spec_reader.decode_file(good_path(name).read_bytes())
+    assert {n: sha256(raw) for n, (_, _, raw) in tensors.items()} == GOOD[name]["sha256"]
+
+
+def test_manifest_hashes_are_those_of_the_stated_inputs() -> None:
+    stated = {name: {n: raw for n, _, _, raw in good.listing} for name, good in make.GOOD.items()}
+    stated[make.HAND_MADE] = tiny_archive.VALUES
+    assert stated.keys() == GOOD.keys()
+    for name, tensors in stated.items():
+        assert {n: sha256(raw) for n, raw in tensors.items()} == GOOD[name]["sha256"]
+
+
+def test_stated_inputs_are_what_they_say() -> None:
+    # element 1 of head 0: token 0, channel 1, exponent 100 + 7 % 11 + 1 % 3, packed 37
+    raw = make.keys([1, 2, 19, 40], make.level)[0][3]
+    assert len(raw) == 2 * 2 * 19 * 40
+    assert int.from_bytes(raw[2:4], "little") == 108 << 7 | 37
+
+
+@pytest.mark.parametrize("name", [n for n, e in GOOD.items() if e.get("codec", "zstd") != "zstd"])
+def test_encoding_the_stated_input_again_gives_the_golden_bytes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    golden = good_path(name).read_bytes()
+    # the writer is part of the head
+    version = spec_reader.read_head(golden)[0]["writer"].removeprefix("kvz ")
+    monkeypatch.setattr("kvz.compressing.__version__", version)
+    good = make.GOOD[name]
+    assert (good.codec, good.options) == (GOOD[name]["codec"], GOOD[name]["options"])
+    (tmp_path / "source").write_bytes(safetensors_bytes(good.listing, make.METADATA))
+    kvz.compress(
+        tmp_path / "source", tmp_path / "c.kvz", good.codec, codec_options=good.options, threads=2
+    )
+    assert (tmp_path / "c.kvz").read_bytes() == golden
+
+
+@pytest.mark.parametrize("name", ["gaac-234-token", "gaac-234-channel", "gaac-blocks"])
+def test_gaac_vectors_use_every_tag(name: str) -> None:
+    data = good_path(name).read_bytes()
+    head, position = spec_reader.read_head(data)
+    entry = spec_reader.parse_tensor(head["tensors"][0], head["codecs"])
+    _, chunk = spec_reader.read_sections(data, position)
+    assert chunk.kind == spec_reader.ENCODED
+    assert gaac_tags(chunk.payload, entry) == {0, 1, 2, 3}
+
+
+def gaac_tags(payload: bytes, entry: spec_reader.Tensor) -> set[int]:
+    by_token = entry.codec["axis"] == "token"
+    columns = entry.inner if by_token else -(-entry.inner // 8)
+    tiles = entry.outer * (-(-entry.tokens // 8) if by_token else entry.tokens)
+    tag_nbytes = -(-columns // 8)
+    num_elements = entry.outer * entry.tokens * entry.inner
+    lengths = [num_elements, 2 * tiles * columns, 0, 2 * tiles * tag_nbytes]
+    tags = spec_reader.split_streams(payload, lengths)[3]
+    return {
+        tag
+        for tile in range(tiles)
+        for tag in spec_reader.parse_tags(tags[2 * tag_nbytes * tile :], columns, tag_nbytes)
+    }
+
+
+def test_zstd_vector_has_stored_and_compressed_planes() -> None:
+    data = good_path("zstd-planes").read_bytes()
+    head, position = spec_reader.read_head(data)
+    sections = spec_reader.read_sections(data, position)
+    assert {section.kind for section in sections} == {spec_reader.ENCODED}
+    flags = set()
+    for section, entry in zip(sections, head["tensors"], strict=True):
+        itemsize = spec_reader.ITEM_NBYTES[entry["dtype"]]
+        words = struct.unpack_from(f"<{itemsize}I", section.payload)
+        flags |= {(itemsize > 1, word >> 31) for word in words}
+    assert flags == {(False, 0), (True, 0), (True, 1)}
+
+
+def test_splitzip_vectors_have_the_codebooks_that_they_are_for() -> None:
+    for name, steps in (("splitzip-run", {1}), ("splitzip-gaps", {2})):
+        data = good_path(name).read_bytes()
+        book, chunk = spec_reader.read_sections(data, spec_reader.read_head(data)[1])
+        assert chunk.kind == spec_reader.ENCODED
+        assert {b - a for a, b in zip(book.payload, book.payload[1:], strict=False)} == steps
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_vector_is_refused_with_the_stated_error(name: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.kvz"
+    tiny_archive.assert_rejected(
+        path,
+        (FOLDER / "bad" / path.name).read_bytes(),
+        getattr(errors, BAD[name]["error"]),
+        BAD[name]["message"],
+        tiny_archive.SEQUENTIAL if name in SEQUENTIAL_ONLY else tiny_archive.ALL_READERS,
+    )
+
+
+@pytest.mark.parametrize("name", sorted(set(BAD) - {"flipped-bit"}))
+def test_bad_vector_has_correct_checksums_elsewhere(name: str) -> None:
+    # so that the stated rule is what refuses it, not a checksum
+    assert BAD[name]["error"] != "ChecksumMismatch"
+    made = {n: make.bad_bytes(n) for n in make.BAD}
+    made.update({n: data for n, (data, _, _) in make.damaged().items()})
+    assert (FOLDER / "bad" / f"{name}.kvz").read_bytes() == made[name]
+
+
+def test_making_the_vectors_again_changes_nothing_and_a_change_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make, "FOLDER", tmp_path)
+    monkeypatch.setattr(make, "GOOD", {"gaac-raw-chunk": make.GOOD["gaac-raw-chunk"]})
+    make.main()
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    make.main()
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    (tmp_path / "bad" / "magic.kvz").write_bytes(b"changed")
+    with pytest.raises(SystemExit, match="exists with other bytes"):
+        make.main()
+    assert (tmp_path / "bad" / "magic.kvz").read_bytes() == b"changed"

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 
 class KvzError(Exception):
-    """Base of every error that kvz raises on purpose."""
+    """Base of every error that kvz raises on purpose.
+
+    ``file``: what the error is about, once that is known; it then leads the message.
+    """
+
+    file: str | None = None
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return message if self.file is None else f"{self.file}: {message}"
 
 
 class FormatError(KvzError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import BinaryIO
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +13,16 @@ from kvz.formats.head import Head
 from kvz.formats.ids import SectionKind
 
 
+class Sink(Protocol):
+    """Anything that takes bytes in order."""
+
+    def write(self, data: Any, /) -> Any: ...
+
+
 class ArchiveWriter:
     """``add`` sections in order, then ``finish``: without the trailer a file is incomplete."""
 
-    def __init__(self, stream: BinaryIO, head: Head) -> None:
+    def __init__(self, stream: Sink, head: Head) -> None:
         self._stream = stream
         self._position = 0
         self._entries: list[tuple[int, int, int, int, int, int, int]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvz.formats.errors import IdentityMismatch, InvalidField, UnsupportedVersion
@@ -15,49 +15,115 @@ SCHEMA_VERSION = 1
 # Far above any model of today; keeps a hostile run length from becoming an allocation.
 MAX_LAYERS = 4096
 
-LAYER_KINDS = ("full", "sliding", "empty")
 # Optional members at their default cost no bytes in the document.
-_LAYER_DEFAULTS = {"window": None, "num_tokens": 0, "cumulative_length": 0}
+_LAYER_DEFAULTS: dict[str, Any] = {
+    "window": None,
+    "num_tokens": 0,
+    "cumulative_length": 0,
+    "options": {},
+    "state": None,
+}
+
+# What a layer holds after it has seen cumulative_length tokens.
+_ALL, _WINDOW, _STATIC_WINDOW, _SOME, _NONE = "all", "window", "static window", "some", "none"
+_HELD = {
+    "full": _ALL,
+    "sliding": _WINDOW,
+    "empty": _NONE,
+    "evicted": _SOME,
+    "indexed": _ALL,
+    "minimax_m3_sparse": _ALL,
+    "linear": _NONE,
+    "hybrid": _ALL,
+    "hybrid_sliding": _WINDOW,
+    "heavily_compressed": _WINDOW,
+    "compressed_sparse": _WINDOW,
+    "reference_sliding": _SOME,
+    "static": _ALL,
+    "static_sliding": _STATIC_WINDOW,
+    "static_indexed": _ALL,
+    "static_minimax_m3_sparse": _ALL,
+    "static_hybrid": _ALL,
+    "static_hybrid_sliding": _STATIC_WINDOW,
+    "fp8": _ALL,
+    "hqq": _ALL,
+}
+LAYER_KINDS = tuple(_HELD)
+_WINDOWED_KINDS = frozenset(
+    {kind for kind, held in _HELD.items() if held in (_WINDOW, _STATIC_WINDOW)}
+    | {"reference_sliding"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
     """One cache layer.
 
-    kind: "full", "sliding" (keeps the last `window` - 1 tokens) or "empty" (caches nothing).
-    num_tokens: tokens that the layer's tensors hold.
+    kind: one of `LAYER_KINDS`: "full", "sliding" (keeps the last `window` - 1 tokens), "empty"
+    (caches nothing), "evicted" (a full layer that holds some of the tokens it has seen), ...
+    window: of the kinds that slide, else None.
+    num_tokens: tokens that the layer's keys and values hold.
     cumulative_length: tokens that the layer has seen; the next token's cache position.
+    options: JSON scalars that the layer was made with or counts besides.
+    state: dtype and shape of each of its tensors; None for key and value
+    `[batch, kv_heads, num_tokens, head_dim]` in the model's dtype, and nothing else.
     """
 
     kind: str
     window: int | None = None
     num_tokens: int = 0
     cumulative_length: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in LAYER_KINDS:
             raise InvalidField(f"layer kind must be one of {LAYER_KINDS}, got {self.kind!r}")
         counts = [self.num_tokens, self.cumulative_length]
-        if self.kind == "sliding":
+        if self.kind in _WINDOWED_KINDS:
             counts.append(self.window if self.window is not None else -1)
         elif self.window is not None:
             raise InvalidField(f"a {self.kind} layer has no window, got {self.window!r}")
         if any(type(count) is not int or count < 0 for count in counts):
             raise InvalidField(f"layer counts must be integers >= 0, got {self}")
-        if self.num_tokens != self.expected_tokens():
+        if self.num_tokens not in self._tokens_held():
+            held = self._tokens_held()
             raise InvalidField(
                 f"a {self.kind} layer after {self.cumulative_length} tokens holds "
-                f"{self.expected_tokens()}, got {self.num_tokens}"
+                f"{held[0] if len(held) == 1 else f'up to {held[-1]}'}, got {self.num_tokens}"
             )
+        if not isinstance(self.options, Mapping):
+            raise InvalidField(f"layer options must be an object, got {self.options!r}")
+        if self.state is not None:
+            _check_state(self.state)
 
-    def expected_tokens(self) -> int:
-        """Tokens that a layer of this kind holds after `cumulative_length` tokens."""
-        if self.kind == "empty":
-            return 0
-        if self.kind == "sliding" and self.window is not None and self.window > 1:
-            return min(self.cumulative_length, self.window - 1)
-        # transformers slices with [-window + 1:], which keeps everything for a window of one
-        return self.cumulative_length
+    def _tokens_held(self) -> range:
+        """Numbers of tokens that a layer of this kind can hold after `cumulative_length`."""
+        held, seen = _HELD[self.kind], self.cumulative_length
+        if held == _NONE:
+            return range(1)
+        if held == _SOME:
+            return range(seen + 1)
+        if held == _STATIC_WINDOW and self.window is not None:
+            seen = min(seen, self.window)
+        elif held == _WINDOW and self.window is not None and self.window > 1:
+            # transformers slices with [-window + 1:], which keeps everything for a window of one
+            seen = min(seen, self.window - 1)
+        return range(seen, seen + 1)
+
+
+def _check_state(state: object) -> None:
+    valid = isinstance(state, Mapping) and all(
+        isinstance(name, str)
+        and isinstance(entry, (list, tuple))
+        and len(entry) == 2
+        and isinstance(entry[0], str)
+        and isinstance(entry[1], (list, tuple))
+        and all(type(size) is int and size >= 0 for size in entry[1])
+        for name, entry in state.items()
+    )
+    if not valid:
+        raise InvalidField(f"layer state must map names to [dtype, shape], got {state!r}")
 
 
 def pack_layers(layers: Iterable[LayerRecord]) -> dict[str, Any]:
@@ -133,3 +199,19 @@ def decode_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
         if not isinstance(document.get(member), dict):
             raise InvalidField(f"kvz metadata has no object {member!r}")
     return document
+
+
+def read_shard(document: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Which kv heads a file holds: first, end (not included) and of how many.
+
+    Raises InvalidField when the document's shard does not say so.
+    """
+    heads = document["shard"].get("kv_heads")
+    if (
+        not isinstance(heads, list)
+        or len(heads) != 3
+        or any(type(head) is not int for head in heads)
+        or not 0 <= heads[0] <= heads[1] <= heads[2]
+    ):
+        raise InvalidField(f"kvz metadata: shard.kv_heads must be [first, end, of], got {heads!r}")
+    return heads[0], heads[1], heads[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +14,16 @@ import numpy.typing as npt
 import torch
 
 from kvz import hf
-from kvz.capture_metadata import encode_metadata, pack_layers
-from kvz.formats.errors import ConfigError, UnsupportedCache
+from kvz.attention_recorder import AttentionRecorder, attention_facts
+from kvz.capture_metadata import LayerRecord, encode_metadata, pack_layers
+from kvz.formats.errors import ConfigError
 from kvz.identity import dtype_name, model_identity, token_hash
-from kvz.pair_norms import PairNormMean, RopeLayout, rope_layout
+from kvz.layers.containers import CacheContents, layer_prefix, read_cache
+from kvz.layers.table import IN_PLACE_KINDS, ONE_PASS_KINDS
 from kvz.torch_dtypes import describe_tensor
+
+# Kinds whose attention takes the layer's own keys in the order of the tokens.
+_RECORDED_KINDS = frozenset({"full", "sliding", "hybrid", "hybrid_sliding"})
 
 
 @dataclass(frozen=True)
@@ -65,69 +71,6 @@ class Capture:
         write_safetensors(path, self.tensors, self.metadata, overwrite=overwrite)
 
 
-class AttentionRecorder:
-    """Post-RoPE queries of the last positions and pair norms of all, taken as chunks pass.
-
-    num_queries: how many of the last columns keep their queries. mask: bool `[batch, tokens]`.
-    """
-
-    def __init__(self, model: Any, mask: torch.Tensor, num_queries: int) -> None:
-        self._model = model
-        self._mask = mask
-        self._first_query = mask.shape[1] - num_queries
-        self._queries: dict[int, list[torch.Tensor]] = {}
-        self.start = 0
-        self.query_norms: dict[int, PairNormMean] = {}
-        self.key_norms: dict[int, PairNormMean] = {}
-        self.layouts: dict[int, RopeLayout] = {}
-        self.scales: dict[int, float] = {}
-        self.softcaps: dict[int, float] = {}
-        self.num_seen: dict[int, int] = {}
-
-    def record(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        scale: float,
-        softcap: float | None,
-    ) -> None:
-        """Take query `[batch, q_heads, n, head_dim]` and the last n of the keys."""
-        layer_idx, num_tokens = module.layer_idx, query.shape[2]
-        if layer_idx not in self.layouts:
-            layout = rope_layout(self._model, module, query.shape[3], hf.modelling_global)
-            self.layouts[layer_idx] = layout
-            self.query_norms[layer_idx] = PairNormMean(layout)
-            self.key_norms[layer_idx] = PairNormMean(layout)
-        self.scales[layer_idx] = scale
-        if softcap is not None:
-            self.softcaps[layer_idx] = softcap
-        self.num_seen[layer_idx] = self.num_seen.get(layer_idx, 0) + num_tokens
-        if self.layouts[layer_idx].pairing != "unknown":
-            mask = self._mask[:, self.start : self.start + num_tokens].to(query.device)
-            self.query_norms[layer_idx].add(query, mask)
-            self.key_norms[layer_idx].add(key[:, :, -num_tokens:], mask)
-        first = max(self._first_query - self.start, 0)
-        if first < num_tokens:
-            # a copy: a view would keep the whole chunk alive
-            self._queries.setdefault(layer_idx, []).append(query[:, :, first:].cpu().clone())
-
-    def saw_all(self, layer_idx: int) -> bool:
-        """Whether every token of the prompt passed this layer's attention exactly once."""
-        return self.num_seen.get(layer_idx) == self._mask.shape[1]
-
-    def layer_tensors(self, layer_idx: int) -> dict[str, torch.Tensor]:
-        """What was recorded of one layer, by the names of the capture file."""
-        tensors = {}
-        if layer_idx in self._queries:
-            query = torch.cat(self._queries[layer_idx], dim=2).contiguous()
-            tensors[f"layers.{layer_idx}.query"] = query
-        if self.layouts[layer_idx].pairing != "unknown":
-            tensors[f"layers.{layer_idx}.query_pair_norm"] = self.query_norms[layer_idx].mean()
-            tensors[f"layers.{layer_idx}.key_pair_norm"] = self.key_norms[layer_idx].mean()
-        return tensors
-
-
 def capture(
     model: Any,
     input_ids: torch.Tensor,
@@ -141,6 +84,7 @@ def capture(
 
     input_ids: int64 `[batch, tokens]`. attention_mask: 0 for left padding, 1 for tokens; all
     ones by default. queries: of how many last positions to keep the queries, 0 for none.
+    chunk_tokens: models with recurrent states take the prompt in one pass whatever it says.
     progress: called with (tokens done, tokens in all) after each chunk. The model is left as it
     was. Raises ConfigError for arguments that make no sense and UnsupportedCache, before any
     work where possible, for a model whose cache kvz cannot store exactly.
@@ -148,52 +92,93 @@ def capture(
     input_ids, mask = _check_inputs(input_ids, attention_mask, queries, chunk_tokens)
     num_tokens = input_ids.shape[1]
     num_queries = min(queries, num_tokens)
+    hf.check_model(model)
     cache = hf.new_cache(model)
+    layers = hf.cache_layers(cache)
+    if any(layer.kind in ONE_PASS_KINDS for layer in layers):
+        chunk_tokens = num_tokens
     # before the prefill: RoPE that adapts to the prompt's length changes the model's buffers
-    identity = model_identity(model, hf.cache_layers(cache))
+    identity = model_identity(model, layers)
     recorder = AttentionRecorder(model, mask.bool(), num_queries)
     device_ids, device_mask = input_ids.to(model.device), mask.to(model.device)
     with hf.recording_attention(model, recorder.record):
         for start in range(0, num_tokens, chunk_tokens):
             recorder.start = start
             chunk = device_ids[:, start : start + chunk_tokens]
-            logits = hf.feed(model, cache, chunk, device_mask)
+            logits = hf.feed(model, cache, chunk, device_mask, start)
             if progress is not None:
                 progress(start + chunk.shape[1], num_tokens)
 
-    layers = hf.cache_layers(cache)
-    cached = [i for i, layer in enumerate(layers) if layer.num_tokens]
-    recorded = all(recorder.saw_all(layer_idx) for layer_idx in cached)
-    tensors = _layer_tensors(cache, cached, recorder if recorded else None)
+    contents = read_cache(cache, model.dtype)
+    cached = [i for i, layer in enumerate(contents.layers) if layer.num_tokens]
+    recorded = bool(cached) and all(
+        recorder.saw_all(i) and contents.layers[i].kind in _RECORDED_KINDS for i in cached
+    )
+    tensors = _layer_tensors(contents, recorder if recorded else None)
     if recorded and num_queries:
         tensors["query_positions"] = torch.arange(num_tokens - num_queries, num_tokens)
-    tensors["input_ids"] = input_ids
-    tensors["attention_mask"] = mask
-    tensors["position_ids"] = hf.position_ids(mask, 0, num_tokens).contiguous()
-    tensors["next_token_logits"] = logits.cpu().contiguous()
-
     document = {
-        "identity": identity,
-        "layers": pack_layers(layers),
+        **_document(identity, contents, tensors, input_ids, mask),
         "origin": "captured from a model by kvz",
-        "shard": _whole_shard(cache, cached),
-        "tokens": {
-            "batch": input_ids.shape[0],
-            "count": num_tokens,
-            "mask_sha256": token_hash(mask),
-            "sha256": token_hash(input_ids),
-        },
-        "versions": _versions(),
         "capture": {
             "chunk_tokens": chunk_tokens,
             "queries": num_queries if recorded else 0,
             "device": str(model.device),
         },
-        **(_attention_facts(identity["config"], recorder, cached) if recorded else {}),
+        **(attention_facts(identity["config"], recorder, cached) if recorded else {}),
     }
     if not recorded:
         document["capture"]["note"] = "attention not reachable: no queries and no pair norms"
+    tensors.update(_prompt_tensors(input_ids, mask, logits))
     return Capture(tensors, encode_metadata(document), cache)
+
+
+def capture_cache(
+    model: Any,
+    cache: Any,
+    input_ids: torch.Tensor,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    next_token_logits: torch.Tensor | None = None,
+    evicted: bool = False,
+) -> Capture:
+    """Keep a cache that `model` has filled already, of whatever class.
+
+    cache: a transformers cache of any release (dynamic, static, quantised, encoder-decoder), or
+    tuples of key and value for each layer. input_ids: int64 `[batch, tokens]`, exactly the
+    tokens that the cache has seen (of an encoder-decoder model: the decoder's).
+    next_token_logits: `[batch, vocab]` after the last of them, to go on from. evicted: full
+    layers that hold fewer tokens have dropped the others on purpose.
+    Raises UnsupportedCache for a layer that kvz cannot store exactly, ConfigError when the
+    cache has seen another number of tokens.
+    """
+    input_ids, mask = _check_inputs(input_ids, attention_mask, 0, 1)
+    contents = read_cache(cache, model.dtype)
+    contents = _check_lengths(contents, input_ids.shape[1], evicted)
+    tensors = _layer_tensors(contents, None)
+    identity = model_identity(model, hf.cache_layers(hf.new_cache(model)))
+    document = {
+        **_document(identity, contents, tensors, input_ids, mask),
+        "origin": "read from a live cache by kvz",
+    }
+    tensors.update(_prompt_tensors(input_ids, mask, next_token_logits))
+    return Capture(tensors, encode_metadata(document), cache)
+
+
+def _check_lengths(contents: CacheContents, num_tokens: int, evicted: bool) -> CacheContents:
+    layers: list[LayerRecord] = []
+    num_self = contents.container.get("num_self_layers", len(contents.layers))
+    for layer_idx, layer in enumerate(contents.layers):
+        seen = layer.cumulative_length
+        if evicted and layer.kind == "full" and 0 < seen < num_tokens:
+            layer = dataclasses.replace(layer, kind="evicted", cumulative_length=num_tokens)
+        elif seen not in (0, num_tokens) and layer_idx < num_self:
+            hint = " (evicted=True when it dropped the others)" if seen < num_tokens else ""
+            raise ConfigError(
+                f"cache layer {layer_idx} has seen {seen} tokens, input_ids has {num_tokens}{hint}"
+            )
+        layers.append(layer)
+    return dataclasses.replace(contents, layers=tuple(layers))
 
 
 def _check_inputs(
@@ -225,53 +210,62 @@ def _check_inputs(
 
 
 def _layer_tensors(
-    cache: Any, cached: list[int], recorder: AttentionRecorder | None
+    contents: CacheContents, recorder: AttentionRecorder | None
 ) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
-    for layer_idx in cached:
-        layer = cache.layers[layer_idx]
-        for part, tensor in (("key", layer.keys), ("value", layer.values)):
-            if tensor.ndim != 4:
-                raise UnsupportedCache(
-                    f"{part} of cache layer {layer_idx} has shape {list(tensor.shape)}, "
-                    "not [batch, kv_heads, tokens, head_dim]"
-                )
-            tensors[f"layers.{layer_idx}.{part}"] = tensor.detach().cpu().contiguous()
-        if recorder is not None:
+    for layer_idx, parts in enumerate(contents.tensors):
+        prefix = layer_prefix(contents.container, layer_idx)
+        layer = contents.layers[layer_idx]
+        for part, tensor in parts.items():
+            kept = tensor.clone() if layer.kind in IN_PLACE_KINDS else tensor
+            tensors[f"{prefix}.{part}"] = kept.cpu().contiguous()
+        if recorder is not None and layer.num_tokens:
             tensors.update(recorder.layer_tensors(layer_idx))
     return tensors
 
 
-def _whole_shard(cache: Any, cached: list[int]) -> dict[str, list[int]]:
-    # one descriptor for all layers: heads [first, end) of how many, here of the widest layer
-    num_kv_heads = max((cache.layers[i].keys.shape[1] for i in cached), default=0)
-    return {"kv_heads": [0, num_kv_heads, num_kv_heads]}
+def _prompt_tensors(
+    input_ids: torch.Tensor, mask: torch.Tensor, logits: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    tensors = {
+        "input_ids": input_ids,
+        "attention_mask": mask,
+        "position_ids": hf.position_ids(mask, 0, input_ids.shape[1]).contiguous(),
+    }
+    if logits is not None:
+        tensors["next_token_logits"] = logits.detach().cpu().contiguous()
+    return tensors
 
 
-def _attention_facts(
-    config: dict[str, Any], recorder: AttentionRecorder, cached: list[int]
+def _document(
+    identity: dict[str, Any],
+    contents: CacheContents,
+    tensors: dict[str, torch.Tensor],
+    input_ids: torch.Tensor,
+    mask: torch.Tensor,
 ) -> dict[str, Any]:
-    prefix = "rope_parameters."
-    parameters = {
-        key.removeprefix(prefix): value for key, value in config.items() if key.startswith(prefix)
-    }
-    facts: dict[str, Any] = {
-        "rope": {
-            "pairing": _uniform([recorder.layouts[i].pairing for i in cached]),
-            "parameters": parameters,
-            "rotary_dim": _uniform([recorder.layouts[i].rotary_dim for i in cached]),
+    document = {
+        "identity": identity,
+        "layers": pack_layers(contents.layers),
+        "shard": _whole_shard(tensors),
+        "tokens": {
+            "batch": input_ids.shape[0],
+            "count": input_ids.shape[1],
+            "mask_sha256": token_hash(mask),
+            "sha256": token_hash(input_ids),
         },
-        "softmax_scale": _uniform([recorder.scales[i] for i in cached]),
+        "versions": _versions(),
     }
-    if recorder.softcaps:
-        facts["softcap"] = _uniform([recorder.softcaps.get(i) for i in cached])
-    return facts
+    if contents.container != {"class": "DynamicCache"}:
+        document["cache"] = contents.container
+    return document
 
 
-def _uniform(per_layer: list[Any]) -> Any:
-    """The one value of all cached layers, or the list of them."""
-    same = all(value == per_layer[0] for value in per_layer)
-    return per_layer[0] if same else per_layer
+def _whole_shard(tensors: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+    # one descriptor for all layers: heads [first, end) of how many, here of the widest layer
+    heads = [t.shape[1] for name, t in tensors.items() if name.endswith(".key") and t.ndim == 4]
+    num_kv_heads = max(heads, default=0)
+    return {"kv_heads": [0, num_kv_heads, num_kv_heads]}
 
 
 def _versions() -> dict[str, str]:

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvz.archive_writer import ArchiveWriter
+from kvz.archive_writer import ArchiveWriter, Sink
 from kvz.codebooks import CodebookFile, read_sample
 from kvz.codecs import DEFAULT_CODEC, codec_from_options
 from kvz.codecs.base import Codec
@@ -41,12 +41,16 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class CompressReport:
-    """What :func:`compress` did. Sizes in bytes; ``ratio`` counts every byte of the archive."""
+    """What :func:`compress` did. Sizes in bytes; ``ratio`` counts every byte of the archive.
+
+    ``num_fallback_tensors``: tensors that the codec does not take and ``zstd`` stored.
+    """
 
     source: str
     destination: str
     codec: str
     num_tensors: int
+    num_fallback_tensors: int
     original_nbytes: int
     stored_nbytes: int
     seconds: float
@@ -182,16 +186,15 @@ class _Encoder:
 
 def write_archive(
     source: TensorSource,
-    stream: BinaryIO,
+    head: Head,
+    stream: Sink,
     codec: Codec,
     *,
-    layout: Layout | None = None,
     codebook: CodebookFile | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """Write the archive of ``source`` to ``stream``; returns its size in bytes."""
-    head = plan(source, codec, layout or Layout())
+    """Write the archive that ``head`` plans to ``stream``; returns its size in bytes."""
     writer = ArchiveWriter(stream, head)
     encoder = _Encoder(source, head, codec, codebook)
     for section in run_ordered(encoder.jobs(), thread_count(threads)):
@@ -214,7 +217,8 @@ def open_source(
         arrays = {name: describe_array(value) for name, value in source.items()}
         return MemorySource(arrays, metadata or {})
     if os.fspath(source) == STANDARD_STREAM:
-        return SafetensorsStream(sys.stdin.buffer)
+        with naming("<stdin>"):
+            return SafetensorsStream(sys.stdin.buffer)
     return SafetensorsFile(source)
 
 
@@ -251,11 +255,12 @@ def compress(
     book = None if codebook is None else CodebookFile.load(codebook)
     opened = open_source(source, metadata)
     with atomic_output(destination, overwrite=overwrite) as stream, naming(opened.name):
+        head = plan(opened, binding, layout or Layout())
         stored = write_archive(
             opened,
+            head,
             stream,
             binding,
-            layout=layout,
             codebook=book,
             threads=threads,
             progress=progress,
@@ -264,7 +269,8 @@ def compress(
         source=opened.name,
         destination=os.fspath(destination),
         codec=codec,
-        num_tensors=len(opened.header.tensors),
+        num_tensors=len(head.tensors),
+        num_fallback_tensors=sum(tensor.codec != 0 for tensor in head.tensors),
         original_nbytes=sum(tensor.nbytes for tensor in opened.header.tensors),
         stored_nbytes=stored,
         seconds=time.perf_counter() - start,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvz.archive import Archive, token_range
 from kvz.archive_stream import ArchiveStream
 from kvz.compressing import Progress
-from kvz.files import STANDARD_STREAM, atomic_output, naming, same_file
+from kvz.files import STANDARD_STREAM, OutputFile, atomic_output, naming, same_file
 from kvz.formats.errors import ConfigError
 from kvz.formats.head import Head, TensorEntry
 from kvz.formats.safetensors import build_header
@@ -82,8 +82,8 @@ class _Output(Protocol):
 class _FileOutput:
     """A seekable file: every thread writes its own chunk where it belongs."""
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._descriptor = stream.fileno()
+    def __init__(self, stream: OutputFile) -> None:
+        self._stream = stream
 
     def put(self, target: _Target, begin: int, decoded: NDArray[Any]) -> None:
         low, high = _overlap(target, begin, decoded.shape[1])
@@ -92,7 +92,7 @@ class _FileOutput:
         for o in range(decoded.shape[0]):
             run = decoded[o, low - begin : high - begin].reshape(-1).view(np.uint8)
             position = target.offset + (o * tokens + low - target.start) * token_nbytes
-            _write_all(self._descriptor, run, position)
+            self._stream.write_at(run, position)
 
     def end(self, target: _Target) -> None:
         pass
@@ -101,7 +101,7 @@ class _FileOutput:
 class _StreamOutput:
     """A pipe: each tensor is put together in memory, then written."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: OutputFile) -> None:
         self._stream = stream
         self._tensors: dict[int, NDArray[Any]] = {}
 
@@ -121,14 +121,6 @@ class _StreamOutput:
 
 def _overlap(target: _Target, begin: int, length: int) -> tuple[int, int]:
     return max(begin, target.start), min(begin + length, target.stop)
-
-
-def _write_all(descriptor: int, data: NDArray[np.uint8], position: int) -> None:
-    view = memoryview(data)
-    while len(view):
-        count = os.pwrite(descriptor, view, position)
-        view = view[count:]
-        position += count
 
 
 def _select(head: Head, layers: Collection[int] | None, tokens: slice | None) -> list[_Target]:

@@ -6,29 +6,39 @@ import contextlib
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvz.formats.errors import KvzError, SourceError, TruncatedFile
 
+if TYPE_CHECKING:
+    from collections.abc import Buffer
+
 STANDARD_STREAM = "-"
 
 
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Prefix errors from the block with the file they are about; OSError becomes SourceError."""
+    """Errors from the block are about ``name``, unless they know better; OSError: SourceError.
+
+    A broken pipe stays what it is: whoever reads our output went away.
+    """
     try:
         yield
     except KvzError as error:
-        if str(error).startswith(f"{name}: "):
-            raise
-        raise type(error)(f"{name}: {error}") from error
+        error.file = error.file or name
+        raise
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        raise SourceError(f"{name}: {error.strerror or error}") from error
+        named = SourceError(error.strerror or str(error))
+        named.file = name
+        raise named from error
 
 
 class LocalFile:
@@ -44,19 +54,22 @@ class LocalFile:
             self.nbytes = os.fstat(self._descriptor).st_size
         #: Bytes read so far; partial reads are promised to be small.
         self.nbytes_read = 0
+        self._lock = threading.Lock()
 
     def read_into(self, offset: int, out: NDArray[np.uint8]) -> None:
-        """Fill ``out`` from ``offset``. Raises TruncatedFile at the end of the file."""
+        """Fill ``out`` from ``offset``. Raises TruncatedFile beyond the end, or SourceError."""
         view = memoryview(out)
         done = 0
-        while done < len(view):
-            count = os.preadv(self._descriptor, [view[done:]], offset + done)
-            if count == 0:
-                raise TruncatedFile(
-                    f"file ends at byte {offset + done}, {offset + len(view)} are needed"
-                )
-            done += count
-        self.nbytes_read += done
+        with naming(self.name):
+            while done < len(view):
+                count = os.preadv(self._descriptor, [view[done:]], offset + done)
+                if count == 0:
+                    raise TruncatedFile(
+                        f"file ends at byte {offset + done}, {offset + len(view)} are needed"
+                    )
+                done += count
+        with self._lock:
+            self.nbytes_read += done
 
     def read(self, offset: int, nbytes: int) -> bytes:
         out = np.empty(max(0, min(nbytes, self.nbytes - offset)), np.uint8)
@@ -80,15 +93,44 @@ def read_exactly(stream: BinaryIO, nbytes: int) -> NDArray[np.uint8]:
     return out
 
 
+class OutputFile:
+    """A binary output whose errors name it, not the input that was being read meanwhile."""
+
+    def __init__(self, stream: BinaryIO, name: str) -> None:
+        self._stream = stream
+        self.name = name
+
+    def write(self, data: Buffer) -> int:
+        with naming(self.name):
+            return self._stream.write(data)
+
+    def write_at(self, data: NDArray[np.uint8], position: int) -> None:
+        """Write at an offset, from any thread; only for regular files."""
+        view = memoryview(data)
+        with naming(self.name):
+            while len(view):
+                count = os.pwrite(self._stream.fileno(), view, position)
+                view = view[count:]
+                position += count
+
+    def flush(self) -> None:
+        with naming(self.name):
+            self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
 @contextlib.contextmanager
-def atomic_output(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[BinaryIO]:
+def atomic_output(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[OutputFile]:
     """A binary file that appears under ``path`` when the block ends well, and else not at all.
 
     ``-`` is standard output. Raises SourceError when ``path`` exists and ``overwrite`` is false.
     """
     if os.fspath(path) == STANDARD_STREAM:
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
+        output = OutputFile(sys.stdout.buffer, "<stdout>")
+        yield output
+        output.flush()
         return
     target = Path(path)
     with naming(str(target)):
@@ -101,8 +143,9 @@ def atomic_output(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[
         )
     try:
         with os.fdopen(descriptor, "w+b") as stream:
-            yield stream
-            stream.flush()
+            output = OutputFile(stream, str(target))
+            yield output
+            output.flush()
             os.fchmod(stream.fileno(), _mode_of(target))
         with naming(str(target)):
             if overwrite:

@@ -7,13 +7,13 @@ objects at hand, never by version number.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvz.capture_metadata import LayerRecord
-from kvz.formats.errors import ConfigError, ModelLoadError, UnsupportedCache
+from kvz.formats.errors import ConfigError, InvalidField, ModelLoadError, UnsupportedCache
 
 if TYPE_CHECKING:
     import torch
@@ -78,56 +78,103 @@ def _resolve_spec(spec: str, gguf_file: str | None) -> tuple[str, str | None]:
     return spec, gguf_file
 
 
+def check_model(model: Any) -> None:
+    """Refuse a model that kvz cannot prefill. Raises UnsupportedCache naming it."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedCache(
+            f"{name} is an encoder-decoder model: run it yourself and use kvz.capture_cache"
+        )
+    takes_default = getattr(model, "_supports_default_dynamic_cache", None)
+    if takes_default is not None and not takes_default():
+        raise UnsupportedCache(f"{name} does not keep its state in a DynamicCache")
+    if _argument(model, _CACHE_ARGUMENTS) is None:
+        raise UnsupportedCache(f"{name}.forward takes none of {', '.join(_CACHE_ARGUMENTS)}")
+
+
 def new_cache(model: Any) -> Any:
     """The empty cache that the model would make for itself, all of its layers known to kvz.
 
     Raises UnsupportedCache naming the first layer that kvz cannot store exactly, or the model
     when it does not keep its state in a DynamicCache.
     """
+    if not model.config.is_encoder_decoder:
+        check_model(model)
+        return _model_cache(model)
+    from transformers import EncoderDecoderCache
+
+    return EncoderDecoderCache(_model_cache(model), _model_cache(model))
+
+
+def _model_cache(model: Any) -> Any:
     from transformers import DynamicCache
 
-    name = type(model).__name__
-    takes_default = getattr(model, "_supports_default_dynamic_cache", None)
-    if model.config.is_encoder_decoder or (takes_default is not None and not takes_default()):
-        raise UnsupportedCache(f"{name} does not keep its state in a DynamicCache")
-    if _argument(model, _CACHE_ARGUMENTS) is None:
-        raise UnsupportedCache(f"{name}.forward takes none of {', '.join(_CACHE_ARGUMENTS)}")
     try:
         cache = DynamicCache(config=model.config)
     except (KeyError, AttributeError, TypeError, ValueError) as error:
+        name = type(model).__name__
         raise UnsupportedCache(f"no DynamicCache for {name}: {error!r}") from error
-    cache_layers(cache)
+    if not getattr(cache, "layers", None):
+        raise UnsupportedCache("DynamicCache has no layers known before its first use")
     return cache
 
 
 def cache_layers(cache: Any) -> tuple[LayerRecord, ...]:
-    """Kind, window and token counts of every layer of a transformers cache.
+    """Kind, window and token counts of every layer of a cache, cross-attention last.
 
-    Raises UnsupportedCache naming index and class of the first layer of another kind.
+    Raises UnsupportedCache naming index and class of the first layer that kvz does not know.
     """
-    if not getattr(cache, "layers", None):
-        raise UnsupportedCache(f"{type(cache).__name__} has no layers known before its first use")
-    return tuple(_layer_record(layer, index) for index, layer in enumerate(cache.layers))
+    from kvz.layers.table import read_layer
+
+    layers = layer_objects(cache)
+    return tuple(read_layer(layer, i, None)[0] for i, layer in enumerate(layers))
 
 
-def _layer_record(layer: Any, index: int) -> LayerRecord:
-    from transformers import cache_utils
+def make_cache(model: Any, container: Mapping[str, Any], num_layers: int) -> Any:
+    """An empty cache of the described class for a model.
 
-    # by exact class: a subclass of a dynamic layer keeps more state than keys and values
-    kind = type(layer)
-    if layer is None or kind is getattr(cache_utils, "DummyLayer", None):
-        return LayerRecord("empty")
-    if kind not in (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer):
-        raise UnsupportedCache(
-            f"cache layer {index} is a {kind.__name__}; "
-            "kvz stores DynamicLayer and DynamicSlidingWindowLayer"
+    num_layers: of a cache that gets its layers when they are first used. Raises UnsupportedCache
+    when this transformers cannot make it, InvalidField for a description without sense.
+    """
+    import transformers
+
+    name = container.get("class")
+    config = model.config
+    if name == "EncoderDecoderCache":
+        num_self = container["num_self_layers"]
+        own, cross = container.get("self"), container.get("cross")
+        if not isinstance(own, Mapping) or not isinstance(cross, Mapping):
+            raise InvalidField("kvz metadata: cache lacks its self or cross part")
+        return transformers.EncoderDecoderCache(
+            make_cache(model, own, num_self), make_cache(model, cross, num_layers - num_self)
         )
-    held = 0 if layer.keys is None or layer.keys.numel() == 0 else layer.keys.shape[-2]
-    if kind is cache_utils.DynamicLayer:
-        return LayerRecord("full", num_tokens=held, cumulative_length=held)
-    if getattr(layer, "record_past", False):
-        raise UnsupportedCache(f"cache layer {index} records tokens past its window for a rollback")
-    return LayerRecord("sliding", layer.sliding_window, held, layer.cumulative_length)
+    if name == "DynamicCache" and container.get("lazy"):
+        cache = transformers.DynamicCache()
+        cache.layers.extend(transformers.cache_utils.DynamicLayer() for _ in range(num_layers))
+        return cache
+    if name == "DynamicCache":
+        return _model_cache(model)
+    options = {key: value for key, value in container.items() if key != "class"}
+    if name not in ("StaticCache", "QuantizedCache"):
+        raise UnsupportedCache(f"the file holds a {name}, which kvz does not know")
+    try:
+        return getattr(transformers, str(name))(config=config, **options)
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
+        raise UnsupportedCache(f"no {name} for {type(model).__name__}: {error}") from error
+
+
+def layer_objects(cache: Any) -> list[Any]:
+    """The layers of a cache, cross-attention last."""
+    if hasattr(cache, "self_attention_cache"):
+        return [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+    return list(cache.layers)
+
+
+def note_cross_attention(cache: Any) -> None:
+    """Tell an encoder-decoder cache which cross-attention it need not compute again."""
+    for layer_idx, layer in enumerate(getattr(cache, "cross_attention_cache", cache).layers):
+        if hasattr(cache, "is_updated"):
+            cache.is_updated[layer_idx] = layer.get_seq_length() > 0
 
 
 def layer_devices(model: Any, num_layers: int) -> list[torch.device]:
@@ -147,12 +194,13 @@ def position_ids(attention_mask: torch.Tensor, start: int, stop: int) -> torch.T
 
 
 def feed(
-    model: Any, cache: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor
+    model: Any, cache: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor, start: int
 ) -> torch.Tensor:
     """One forward pass that grows `cache`; the logits after the last token, `[batch, vocab]`.
 
-    token_ids: `[batch, n]` int64, the next n tokens. attention_mask: `[batch, >= seen + n]`
-    int64 over all columns, the cached ones included; further columns are ignored.
+    token_ids: `[batch, n]` int64, the next n tokens. attention_mask: `[batch, >= start + n]`
+    int64 over all columns, those already seen included; further columns are ignored. start:
+    tokens that the cache has seen, which it may not know itself.
     Raises UnsupportedCache when the model does not work on the cache it is given, ConfigError
     when it is in training mode.
     """
@@ -160,8 +208,8 @@ def feed(
 
     if model.training:
         raise ConfigError("model is in training mode: call model.eval() first")
-    start = cache.get_seq_length()
-    stop = start + token_ids.shape[1]
+    num_tokens = token_ids.shape[1]
+    stop = start + num_tokens
     arguments: dict[str, Any] = {"input_ids": token_ids, "use_cache": True}
     arguments[_argument(model, _CACHE_ARGUMENTS) or _CACHE_ARGUMENTS[0]] = cache
     # no mask where nothing is masked: the attention kernels then take their causal fast path
@@ -172,12 +220,28 @@ def feed(
     logits_argument = _argument(model, _LOGITS_ARGUMENTS)
     if logits_argument is not None:
         arguments[logits_argument] = 1
+    before = _length(cache)
     with torch.no_grad():
         output = model(**arguments)
-    if cache.get_seq_length() != stop:
+    if not _has_grown(cache, before, num_tokens):
         raise UnsupportedCache(f"{type(model).__name__} does not grow the cache it is given")
     logits: torch.Tensor = output.logits[:, -1]
     return logits
+
+
+def _length(cache: Any) -> int | None:
+    """Tokens in the first attention layer; None for a cache of recurrent states alone."""
+    try:
+        return int(cache.get_seq_length())
+    except ValueError:
+        return None
+
+
+def _has_grown(cache: Any, before: int | None, num_tokens: int) -> bool:
+    after = _length(cache)
+    if before is None or after is None:
+        return bool(cache.has_previous_state())
+    return after - before == num_tokens
 
 
 def _argument(model: Any, names: tuple[str, ...]) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,22 @@ from typing import Any
 import torch
 
 from kvz import hf
-from kvz.capture_metadata import LayerRecord, decode_metadata, unpack_layers
+from kvz.capture_metadata import LayerRecord, decode_metadata, read_shard, unpack_layers
 from kvz.formats.errors import ConfigError, IdentityMismatch, InvalidField
 from kvz.identity import Mismatch, compare_identity, identity_error, model_identity
+from kvz.layers.containers import container_of
+from kvz.layers.table import ONE_PASS_KINDS, has_prefix, put_layer
 from kvz.source_protocol import CacheSource
 from kvz.state_reader import open_source, read_prompt, read_states
+from kvz.torch_dtypes import TORCH_DTYPES
 
 # Prompts fed on top of a restored cache go through in pieces of this many tokens.
 _PROMPT_CHUNK_TOKENS = 1024
+
+_LAYER_ARGUMENTS = (
+    *("max_cache_len", "number_of_states"),
+    *("nbits", "axis_key", "axis_value", "q_group_size", "residual_length"),
+)
 
 
 @dataclass(frozen=True)
@@ -66,17 +74,17 @@ def restore(
     """
     with open_source(source) as opened:
         document = decode_metadata(opened.metadata)
-        cache = hf.new_cache(model)
-        model_layers = hf.cache_layers(cache)
-        mismatches = _check_model(document, model, model_layers, force)
-        _check_shard(document)
-        layers = unpack_layers(document["layers"])
+        mismatches = check_model(document, model, force=force)
+        check_shard(document)
+        layers, container = unpack_layers(document["layers"]), container_of(document)
         prompt = read_prompt(opened, document, input_ids)
-        total = prompt.input_ids.shape[1]
-        _check_layers(layers, model_layers, total)
+        batch, total = prompt.input_ids.shape
+        cache = hf.make_cache(model, container, len(layers))
+        _check_layers(layers, hf.cache_layers(cache), container, total)
         kept = _check_prefix(layers, total, num_tokens)
-        states = read_states(opened, layers, document["identity"]["dtype"], prompt.input_ids)
-    _fill(cache, states, layers, model, None if kept == total else kept)
+        dtype = document["identity"]["dtype"]
+        states = read_states(opened, layers, container, dtype, batch)
+    _fill(cache, states, layers, model, dtype, None if kept == total else kept)
     return Restored(
         cache,
         prompt.input_ids[:, :kept],
@@ -113,7 +121,7 @@ def greedy(
         if bool(stopped.all()) or step == max_new_tokens - 1:
             break
         mask = torch.cat([mask, torch.ones_like(token)], dim=1)
-        logits = hf.feed(model, cache, token, mask)
+        logits = hf.feed(model, cache, token, mask, mask.shape[1] - 1)
     if not tokens:
         return torch.empty((len(logits), 0), dtype=torch.long)
     return torch.cat(tokens, dim=1)
@@ -126,23 +134,40 @@ def generate_from(
     prompt_ids: Sequence[int] | None = None,
     *,
     force: bool = False,
+    num_tokens: int | None = None,
     stop_ids: Collection[int] = (),
 ) -> list[int]:
     """Restore a cache of one sequence and go on greedily, after `prompt_ids` when given.
 
-    Raises ConfigError for a batch, and when there is neither a prompt nor stored logits;
-    else as `restore`.
+    Raises what `restore` and `continue_from` raise.
     """
-    restored = restore(source, model, force=force)
+    restored = restore(source, model, force=force, num_tokens=num_tokens)
+    return continue_from(restored, model, max_new_tokens, prompt_ids, stop_ids=stop_ids)
+
+
+def continue_from(
+    restored: Restored,
+    model: Any,
+    max_new_tokens: int = 64,
+    prompt_ids: Sequence[int] | None = None,
+    *,
+    stop_ids: Collection[int] = (),
+) -> list[int]:
+    """Go on greedily from a restored cache of one sequence, which grows.
+
+    Raises ConfigError for a batch, and when there is neither a prompt nor stored logits.
+    """
     if len(restored.input_ids) != 1:
         raise ConfigError(f"can generate from one sequence, cache has {len(restored.input_ids)}")
     mask, logits = restored.attention_mask, restored.next_token_logits
     if prompt_ids:
         prompt = torch.tensor([list(prompt_ids)], dtype=torch.long)
+        start = mask.shape[1]
         mask = torch.cat([mask, torch.ones_like(prompt)], dim=1)
-        for start in range(0, prompt.shape[1], _PROMPT_CHUNK_TOKENS):
-            chunk = prompt[:, start : start + _PROMPT_CHUNK_TOKENS].to(model.device)
-            logits = hf.feed(model, restored.cache, chunk, mask.to(model.device))
+        step = _prompt_step(restored)
+        for first in range(0, prompt.shape[1], step):
+            chunk = prompt[:, first : first + step].to(model.device)
+            logits = hf.feed(model, restored.cache, chunk, mask.to(model.device), start + first)
     if logits is None:
         raise ConfigError("cache has no next_token_logits: give a prompt to go on from")
     tokens = greedy(
@@ -151,23 +176,37 @@ def generate_from(
     return [int(token) for token in tokens[0]]
 
 
-def _check_model(
-    document: dict[str, Any], model: Any, model_layers: Sequence[LayerRecord], force: bool
-) -> list[Mismatch]:
-    mismatches = compare_identity(document["identity"], model_identity(model, model_layers))
+def _prompt_step(restored: Restored) -> int:
+    """Tokens of a prompt to feed at once.
+
+    One for caches that models may not extend by several: recurrent states, and layers of which
+    the causal mask of several tokens would not know how many were evicted.
+    """
+    layers = hf.cache_layers(restored.cache)
+    seen = restored.input_ids.shape[1]
+    plain = all(
+        layer.kind not in ONE_PASS_KINDS and layer.cumulative_length in (0, seen)
+        for layer in layers
+    )
+    return _PROMPT_CHUNK_TOKENS if plain else 1
+
+
+def check_model(document: dict[str, Any], model: Any, *, force: bool = False) -> list[Mismatch]:
+    """In what a file's identity differs from a model's. Raises IdentityMismatch unless forced."""
+    identity = model_identity(model, hf.cache_layers(hf.new_cache(model)))
+    mismatches = compare_identity(document["identity"], identity)
     if mismatches and not force:
         raise identity_error(mismatches)
     return mismatches
 
 
-def _check_shard(document: dict[str, Any]) -> None:
-    heads = document["shard"].get("kv_heads")
-    if not isinstance(heads, list) or len(heads) != 3:
-        raise InvalidField(f"kvz metadata: shard.kv_heads must be [first, end, of], got {heads!r}")
-    if heads[0] != 0 or heads[1] != heads[2]:
+def check_shard(document: dict[str, Any]) -> None:
+    """Refuse a part of the heads. Raises IdentityMismatch, InvalidField."""
+    first, end, of = read_shard(document)
+    if (first, end) != (0, of):
         raise IdentityMismatch(
-            f"cache is a shard: kv heads {heads[0]} to {heads[1]} of {heads[2]}; "
-            "restore needs all of them in one file"
+            f"cache is a shard: kv heads {first} to {end} of {of}; "
+            "restore needs all of them in one file (kvz merge)"
         )
 
 
@@ -177,27 +216,40 @@ def _check_prefix(layers: Sequence[LayerRecord], total: int, num_tokens: int | N
         return total
     if not 0 <= num_tokens <= total:
         raise ConfigError(f"num_tokens must be 0 to {total}, got {num_tokens}")
-    partial = [i for i, layer in enumerate(layers) if layer.kind == "sliding"]
+    partial = [i for i, layer in enumerate(layers) if not has_prefix(layer)]
     if partial and num_tokens != total:
+        kind = layers[partial[0]].kind
+        what = "a sliding window" if kind == "sliding" else f"the state of a {kind} layer"
         raise ConfigError(
-            f"only a cache of full layers has prefixes, layer {partial[0]} keeps a sliding window"
+            f"only a cache of full layers has prefixes, layer {partial[0]} keeps {what}"
         )
     return num_tokens
 
 
 def _check_layers(
-    layers: Sequence[LayerRecord], model_layers: Sequence[LayerRecord], total: int
+    layers: Sequence[LayerRecord],
+    made: Sequence[LayerRecord],
+    container: Mapping[str, Any],
+    total: int,
 ) -> None:
     # also under force: tokens of one window in a layer of another would sit at wrong positions
-    if len(layers) != len(model_layers):
-        raise IdentityMismatch(f"file has {len(layers)} cache layers, model {len(model_layers)}")
-    for layer_idx, (ours, theirs) in enumerate(zip(layers, model_layers, strict=True)):
-        if (ours.kind, ours.window) != (theirs.kind, theirs.window):
+    if len(layers) != len(made):
+        raise IdentityMismatch(f"file has {len(layers)} cache layers, model {len(made)}")
+    for layer_idx, (ours, theirs) in enumerate(zip(layers, made, strict=True)):
+        kind = "full" if ours.kind == "evicted" else ours.kind
+        if (kind, ours.window) != (theirs.kind, theirs.window):
             raise IdentityMismatch(
-                f"layer {layer_idx}: file {ours.kind} with window {ours.window}, "
+                f"layer {layer_idx}: file {kind} with window {ours.window}, "
                 f"model {theirs.kind} with window {theirs.window}"
             )
-        if ours.cumulative_length not in (0, total):
+        for name, value in theirs.options.items():
+            # what a fresh layer was made with; the counts of a filled one may differ
+            if name in _LAYER_ARGUMENTS and ours.options.get(name) != value:
+                raise IdentityMismatch(
+                    f"layer {layer_idx}: {name}: file {ours.options.get(name)}, model {value}"
+                )
+        own = layer_idx < container.get("num_self_layers", len(layers))
+        if own and ours.cumulative_length not in (0, total):
             raise InvalidField(
                 f"layer {layer_idx} has seen {ours.cumulative_length} of {total} tokens"
             )
@@ -205,22 +257,26 @@ def _check_layers(
 
 def _fill(
     cache: Any,
-    states: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    states: list[dict[str, torch.Tensor]],
     layers: Sequence[LayerRecord],
     model: Any,
+    dtype: str,
     num_tokens: int | None,
 ) -> None:
+    objects = hf.layer_objects(cache)
     devices = hf.layer_devices(model, len(layers))
-    for layer_idx in sorted(states):
+    stored = TORCH_DTYPES.get(dtype)
+    for layer_idx, layer in enumerate(layers):
         # popped, so that at most one layer is held twice
-        key, value = (
-            tensor[:, :, :num_tokens].to(device=devices[layer_idx], dtype=model.dtype)
-            for tensor in states.pop(layer_idx)
-        )
-        if not key.shape[2]:
-            continue
-        layer = cache.layers[layer_idx]
-        layer.update(key, value)
-        if layers[layer_idx].kind == "sliding":
-            # update counted the kept tokens; positions go on from all that were seen
-            layer.cumulative_length = layers[layer_idx].cumulative_length
+        tensors = {
+            part: tensor.to(
+                device=devices[layer_idx],
+                # under force the model may compute in another dtype
+                dtype=model.dtype if tensor.dtype == stored else tensor.dtype,
+            )
+            for part, tensor in states[layer_idx].items()
+        }
+        states[layer_idx] = {}
+        if tensors or layer.options:
+            put_layer(objects[layer_idx], layer, tensors, num_tokens)
+    hf.note_cross_attention(cache)

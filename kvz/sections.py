@@ -20,8 +20,8 @@ from kvz.formats.ids import SectionKind
 class EncodedChunk(NamedTuple):
     """One chunk of a tensor, not yet decoded.
 
-    ``decode`` fills a ``uint[outer, n, inner]`` (a :data:`kvz.codecs.base.Chunk`); it may be called from any thread and
-    raises DamagedFile.
+    ``decode`` fills a ``uint[outer, n, inner]`` (a :data:`kvz.codecs.base.Chunk`); it may be called
+    from any thread and raises DamagedFile.
     """
 
     tensor: int

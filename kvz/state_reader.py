@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,12 @@ from kvz.capture_metadata import LayerRecord
 from kvz.files import naming
 from kvz.formats.errors import IdentityMismatch, InvalidField, UnsupportedCache
 from kvz.identity import token_hash
+from kvz.layers.containers import layer_prefix
+from kvz.layers.table import check_tensor, expected_state
 from kvz.source_protocol import CacheSource
 from kvz.torch_dtypes import TORCH_DTYPES, to_tensor
 
-_LAYER_TENSOR = re.compile(r"layers\.(\d+)\.(\w+)")
-_STATE_PARTS = ("key", "value")
+_LAYER_TENSOR = re.compile(r"(?:cross_)?layers\.\d+\.(\w+)")
 _STATISTIC_PARTS = ("query", "query_pair_norm", "key_pair_norm")
 
 
@@ -88,42 +89,46 @@ def read_prompt(
 
 
 def read_states(
-    source: CacheSource, layers: Sequence[LayerRecord], dtype: str, input_ids: torch.Tensor
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Key and value `[batch, kv_heads, tokens, head_dim]` by layer, for layers that hold tokens.
+    source: CacheSource,
+    layers: Sequence[LayerRecord],
+    container: Mapping[str, Any],
+    dtype: str,
+    batch: int,
+) -> list[dict[str, torch.Tensor]]:
+    """Tensors of each layer by part name, all of them checked against the records.
 
-    dtype: safetensors name that all of them must have. Raises InvalidField when a tensor is
-    missing or has another shape or dtype than the metadata says, UnsupportedCache when the
-    source holds layer state that is neither key nor value.
+    dtype: safetensors name of the model's dtype. Raises InvalidField when a tensor has another
+    shape or dtype than the metadata says, IdentityMismatch when one is missing, UnsupportedCache
+    when the source holds layer state that no record mentions.
     """
-    expected = {
-        f"layers.{i}.{part}"
+    names = {
+        f"{layer_prefix(container, i)}.{part}": (i, part)
         for i, layer in enumerate(layers)
-        if layer.num_tokens
-        for part in _STATE_PARTS
+        for part in expected_state(layer)
     }
     for name in source.tensor_names:
         match = _LAYER_TENSOR.fullmatch(name)
-        if match and name not in expected and match[2] not in _STATISTIC_PARTS:
+        if match and name not in names and match[1] not in _STATISTIC_PARTS:
             raise UnsupportedCache(f"tensor {name} has no place in this cache")
-    states = {}
-    for layer_idx, layer in enumerate(layers):
-        if not layer.num_tokens:
-            continue
-        key, value = (_read(source, f"layers.{layer_idx}.{part}") for part in _STATE_PARTS)
-        for part, tensor in (("key", key), ("value", value)):
-            held = (len(input_ids), key.shape[1], layer.num_tokens)
-            if tensor.ndim != 4 or tuple(tensor.shape[:3]) != held:
-                raise InvalidField(
-                    f"layers.{layer_idx}.{part} has shape {list(tensor.shape)}, metadata says "
-                    f"[{held[0]}, {held[1]}, {held[2]}, head_dim]"
-                )
-            if tensor.dtype != TORCH_DTYPES.get(dtype):
-                raise InvalidField(
-                    f"layers.{layer_idx}.{part} is {tensor.dtype}, metadata says {dtype}"
-                )
-        states[layer_idx] = (key, value)
+    states: list[dict[str, torch.Tensor]] = [{} for _ in layers]
+    for name, (layer_idx, part) in names.items():
+        if name not in source.tensor_names:
+            raise IdentityMismatch(f"tensor {name} is missing: file none, metadata has it")
+        tensor = _read(source, name)
+        check_tensor(name, part, tensor, layers[layer_idx], dtype, batch)
+        states[layer_idx][part] = tensor
+    for layer_idx, state in enumerate(states):
+        if layers[layer_idx].state is None and state:
+            _check_same_heads(layer_prefix(container, layer_idx), state)
     return states
+
+
+def _check_same_heads(prefix: str, state: Mapping[str, torch.Tensor]) -> None:
+    key, value = state["key"], state["value"]
+    if value.shape[1] != key.shape[1]:
+        raise InvalidField(
+            f"{prefix}.value has shape {list(value.shape)}, its key has {key.shape[1]} heads"
+        )
 
 
 def _read(source: CacheSource, name: str) -> torch.Tensor:

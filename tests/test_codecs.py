@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import spec_reader
 from cases import CASES, KERNEL_CASES, CodecCase
+from guarded import guarded, guarded_empty
 
 from kvz.codecs import codec_from_head, codec_from_options
+from kvz.codecs.base import is_chunk
 from kvz.formats.errors import ConfigError, DamagedFile, UnknownCodec
 
 CHUNKS = cases.awkward_chunks()
@@ -68,6 +70,41 @@ def test_codec_with_a_codebook_of_other_data_is_lossless(case: CodecCase, name: 
     payload = cases.encode(codec, prepared, chunk)
     decoded = cases.decode(codec, prepared, payload, chunk.shape, np.uint16)
     np.testing.assert_array_equal(decoded, chunk)
+
+
+TOKEN_RANGES = [(0, 8), (5, 29), (8, 40), (39, 40)]
+
+
+@each_case
+@pytest.mark.parametrize(("start", "stop"), TOKEN_RANGES)
+@pytest.mark.parametrize("inner", [1, 37, 64])
+def test_token_range_of_a_tensor_encodes_like_its_copy(
+    case: CodecCase, start: int, stop: int, inner: int
+) -> None:
+    codec = case.codec()
+    chunk = guarded(cases.like_a_cache((3, 40, inner)))[:, start:stop]
+    copy = np.ascontiguousarray(chunk)
+    _, prepared = cases.prepare(codec, copy)
+    np.testing.assert_array_equal(
+        cases.encode(codec, prepared, chunk), cases.encode(codec, prepared, copy)
+    )
+
+
+@each_case
+@pytest.mark.parametrize(("start", "stop"), TOKEN_RANGES)
+@pytest.mark.parametrize("inner", [1, 37, 64])
+def test_decoding_into_a_token_range_touches_nothing_else(
+    case: CodecCase, start: int, stop: int, inner: int
+) -> None:
+    codec = case.codec()
+    chunk = cases.like_a_cache((3, 40, inner))[:, start:stop].copy()
+    _, prepared = cases.prepare(codec, chunk)
+    payload = cases.encode(codec, prepared, chunk)
+    out = guarded_empty((3, 40, inner), np.uint16)
+    expected = out.copy()
+    expected[:, start:stop] = chunk
+    codec.decode(payload, prepared, out[:, start:stop])
+    np.testing.assert_array_equal(out, expected)
 
 
 @each_case
@@ -153,6 +190,23 @@ def test_option_that_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         codec_from_options(name, options)
+
+
+def test_only_arrays_whose_outer_indices_are_contiguous_are_chunks() -> None:
+    tensor = np.zeros((4, 10, 6), np.uint16)
+    record = np.zeros(4, [("flag", "u1"), ("key", "u2", (10, 6))])["key"]
+    assert is_chunk(tensor)
+    assert is_chunk(tensor[:, 3:7])
+    assert is_chunk(tensor[::2, 3:7])
+    for other in (
+        tensor[:, ::2],
+        tensor[:, :, :3],
+        tensor[::-1],
+        tensor.swapaxes(0, 1),
+        np.broadcast_to(tensor[:1], (4, 10, 6)),
+        record,
+    ):
+        assert not is_chunk(other)
 
 
 def test_unknown_codec_is_refused_by_name() -> None:

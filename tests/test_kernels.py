@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -77,6 +81,19 @@ def test_streams_of_every_tokens_and_head_dim_are_those_of_the_reference(
         assert np.array_equal(payload, expected), (outer, head_dim)
         decoded = cases.decode(codec, prepared, payload, chunk.shape, np.uint16)
         assert np.array_equal(decoded, chunk), (outer, head_dim)
+
+
+def test_environment_turns_the_vector_path_off() -> None:
+    script = "from kvz.kernels.cpu.simd import HAVE_SIMD; print(HAVE_SIMD)"
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "KVZ_NO_SIMD": "1"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout == "False\n"
 
 
 @each_kernel_case
@@ -241,9 +258,12 @@ def test_frequent_exponents_are_the_most_frequent_ones() -> None:
 def test_frequent_exponents_are_a_run_where_that_costs_at_most_the_tolerance() -> None:
     counts = np.zeros(256, np.int64)
     counts[110:125] = 10_000  # 15 exponents, 150,000 elements
-    counts[[90, 125]] = [40, 11]  # the run misses 40 and keeps 11: 29 of 150,051 are fewer than 2e-4
+    counts[[90, 125]] = [
+        85,
+        11,
+    ]  # the run misses 85 and keeps 11: 74 of 150,096 are fewer than 5e-4
     assert calibration.frequent_exponents(counts, 16).tolist() == list(range(110, 126))
-    counts[90] = 42  # 31 of 150,053 are more
+    counts[90] = 87  # 76 of 150,098 are more
     assert calibration.frequent_exponents(counts, 16).tolist() == [90, *range(110, 125)]
 
 

@@ -107,8 +107,9 @@ def every_dtype() -> list[tuple[str, str, list[int], bytes]]:
     rng = np.random.default_rng(3)
     listing = []
     for dtype, itemsize in ITEM_NBYTES.items():
-        for shape in ([], [0], [1], [3, 0, 5], [7, 11], [1, 2, 9, 16]):
-            name = f"{dtype} {shape} é" if shape else f"layers.{itemsize}.{dtype}.key"
+        for shape in ([], [0], [1], [3, 0, 5], [1, 3, 0, 64], [7, 11], [1, 2, 9, 16]):
+            cached = len(shape) in (0, 4)
+            name = f"layers.{len(listing)}.{dtype}.key" if cached else f"{dtype} {shape} é"
             raw = rng.integers(0, 256, int(np.prod(shape)) * itemsize, np.uint8).tobytes()
             listing.append((name, dtype, shape, raw))
     for name in ("", " ", "a/b\\c", '"quoted"', "\n", "层.0.键", "layers.0.key"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -93,17 +94,18 @@ class Geometry:
         return -(-self.tiles // self.block_tiles)
 
 
-def fixed_streams(shape: Shape, config: GaacConfig) -> list[Span]:
+@lru_cache(maxsize=256)
+def fixed_streams(shape: Shape, config: GaacConfig) -> tuple[Span, ...]:
     """The streams before the escapes; their sizes follow from the shape."""
     geometry = Geometry.of(shape, config)
     return place(
-        [
+        (
             ("sign_mantissa", shape[0] * shape[1] * shape[2]),
             ("low", 2 * geometry.num_groups),
             ("plane2", 0 if config.narrow else geometry.num_groups),
             ("tags", geometry.tiles * 2 * -(-geometry.columns // 8)),
             ("offsets", 4 * geometry.num_blocks),
-        ]
+        )
     )
 
 

@@ -26,7 +26,7 @@ class Span(NamedTuple):
         return self.offset + self.nbytes
 
 
-def place(sizes: Sequence[tuple[str, int]], start: int = 0) -> list[Span]:
+def place(sizes: Sequence[tuple[str, int]], start: int = 0) -> tuple[Span, ...]:
     """Lay streams out in order from ``start``; the bytes between them are zero."""
     spans = []
     position = start
@@ -34,7 +34,7 @@ def place(sizes: Sequence[tuple[str, int]], start: int = 0) -> list[Span]:
         position = -(-position // STREAM_ALIGNMENT) * STREAM_ALIGNMENT
         spans.append(Span(name, position, nbytes))
         position += nbytes
-    return spans
+    return tuple(spans)
 
 
 def check_fits(spans: Sequence[Span], payload_nbytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,8 @@ class SplitzipConfig:
         return cls()
 
 
-def fixed_streams(num_elements: int) -> list[Span]:
+@lru_cache(maxsize=256)
+def fixed_streams(num_elements: int) -> tuple[Span, ...]:
     """The streams whose sizes follow from the number of elements."""
     return place(
         [
@@ -44,14 +46,14 @@ def fixed_streams(num_elements: int) -> list[Span]:
     )
 
 
-def escape_streams(num_elements: int, num_escapes: int) -> list[Span]:
+def escape_streams(num_elements: int, num_escapes: int) -> tuple[Span, ...]:
     sizes = [("positions", 2 * num_escapes), ("exponents", num_escapes)]
     return place(sizes, fixed_streams(num_elements)[-1].end)
 
 
 def streams(num_elements: int, num_escapes: int, payload_nbytes: int) -> list[Span]:
     """All streams of an encoded section. Raises InvalidField when its length does not fit."""
-    spans = fixed_streams(num_elements) + escape_streams(num_elements, num_escapes)
+    spans = [*fixed_streams(num_elements), *escape_streams(num_elements, num_escapes)]
     check_fits(spans, payload_nbytes)
     if spans[-1].end != payload_nbytes:
         raise InvalidField(

@@ -19,4 +19,3 @@ def flatten(chunk: NDArray[np.uint16]) -> tuple[NDArray[np.uint16], int]:
     length = (outer - 1) * stride + tokens * inner
     flat = np.lib.stride_tricks.as_strided(chunk, (length,), (chunk.itemsize,))
     return flat, stride
-

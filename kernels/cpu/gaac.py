@@ -1,19 +1,26 @@
 """GAAC in numba; byte for byte what kernels/reference/gaac.py does.
 
 Geometry: a chunk is ``slabs`` runs of ``slab_len`` elements (in the tensor, outer indices may lie
-``outer_stride`` elements apart), a slab is cut into tiles of ``8 * columns`` consecutive elements (the last one may be short), row r of a tile starts at
-``r * columns``. Groups along tokens: one slab per outer index, ``columns = inner``. Groups along
-channels: one slab per token, one tile per slab, ``columns = ceil(inner / 8)``; then the bases of a
-row start ``columns`` after those of the row before.
+``outer_stride`` elements apart). A slab is cut into tiles of ``8 * columns`` consecutive elements
+(the last one may be short); row r of a tile starts at ``r * columns``. Groups along tokens: one
+slab per outer index, ``columns = inner``. Groups along channels: one slab per token, one tile per
+slab, ``columns = ceil(inner / 8)``; then the bases of a row start ``columns`` after those of the row
+before.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, uint8, uint16, uint32
+from numba import njit, uint8, uint32, uint64
 from numpy.typing import NDArray
 
 from kvz.kernels.cpu.flat import flatten
+from kvz.kernels.cpu.gaac_plain import (
+    add_raw_planes,
+    decode_columns_plain,
+    emit_raw,
+    encode_columns_plain,
+)
 from kvz.kernels.cpu.gaac_simd import decode_columns_narrow, decode_columns_wide, encode_columns
 from kvz.kernels.cpu.simd import (
     HAVE_SIMD,
@@ -39,49 +46,6 @@ _ROWS = 8
 
 
 @njit(nogil=True, cache=True)
-def _encode_columns_plain(
-    data, data_at, sign_mantissa, packed_at, remaining, first, columns, bases, base_at, base_row, base_stride,
-    narrow, low, group, plane2, plane3, tags, tag_at, tag_len,
-):  # fmt: skip
-    """Columns ``first ...`` of the tile at ``data[data_at]``, of which ``remaining`` elements exist."""
-    for c in range(first, columns):
-        span2, span3, span4 = uint32(0), uint32(0), uint32(0)
-        for r in range(_ROWS):
-            cell = r * columns + c
-            if cell < remaining:
-                bits = uint32(data[data_at + cell])
-                sign_mantissa[packed_at + cell] = uint8(((bits >> 8) & 0x80) | (bits & 0x7F))
-                exponent = (bits >> uint32(7)) & uint32(0xFF)
-                b = base_at + r * base_row + c
-                span2 |= uint32(exponent - uint32(bases[b]))
-                span3 |= uint32(exponent - uint32(bases[b + base_stride]))
-                span4 |= uint32(exponent - uint32(bases[b + 2 * base_stride]))
-        if narrow and span2 < 4:
-            tag = 0
-        elif span3 < 8:
-            tag = 1
-        elif span4 < 16:
-            tag = 2
-        else:
-            tag = 3
-        tags[tag_at + (c >> 3)] |= uint8((tag & 1) << (c & 7))
-        tags[tag_at + tag_len + (c >> 3)] |= uint8((tag >> 1) << (c & 7))
-        word, p2, p3 = uint32(0), uint32(0), uint32(0)
-        for r in range(_ROWS):
-            cell = r * columns + c
-            if cell < remaining:
-                code = (uint32(data[data_at + cell]) >> uint32(7)) & uint32(0xFF)
-                if tag < 3:
-                    code -= uint32(bases[base_at + r * base_row + c + tag * base_stride])
-                word |= (code & uint32(3)) << uint32(2 * r)
-                p2 |= ((code >> uint32(2)) & uint32(1)) << uint32(r)
-                p3 |= ((code >> uint32(3)) & uint32(1)) << uint32(r)
-        low[group + c] = uint16(word)
-        plane2[c] = uint8(p2)
-        plane3[c] = uint8(p3)
-
-
-@njit(nogil=True, cache=True)
 def _emit(plane, mask_a, mask_b, tags, columns, vector, escapes, position):
     """Append ``plane[c]`` for every column whose bit is set in either tag half."""
     first = 0
@@ -101,34 +65,15 @@ def _emit(plane, mask_a, mask_b, tags, columns, vector, escapes, position):
 
 
 @njit(nogil=True, cache=True)
-def _emit_raw(data, data_at, remaining, columns, tags, tag_at, tag_len, escapes, position):
-    """Append planes 4-7 of every raw group."""
-    for byte in range(tag_len):
-        raw = tags[tag_at + byte] & tags[tag_at + tag_len + byte]
-        if raw == 0:
-            continue
-        for c in range(8 * byte, min(columns, 8 * byte + 8)):
-            if (raw >> (c & 7)) & 1:
-                for plane in range(4):
-                    bits = 0
-                    for r in range(_ROWS):
-                        cell = r * columns + c
-                        if cell < remaining:
-                            bits |= ((data[data_at + cell] >> (11 + plane)) & 1) << r
-                    escapes[position + plane] = uint8(bits)
-                position += 4
-    return position
-
-
-@njit(nogil=True, cache=True)
 def _encode(
-    data, outer_stride, num_slabs, bases, inner, slabs_per_outer, slab_len, columns, base_row, narrow, block_tiles, vector,
-    sign_mantissa, low, dense_plane2, tags, offsets, escapes, plane2, plane3,
+    data, outer_stride, num_slabs, bases, inner, slabs_per_outer, slab_len, columns, base_row,
+    narrow, block_tiles, vector, sign_mantissa, low, dense_plane2, tags, offsets, escapes, plane2,
+    plane3,
 ):  # fmt: skip
     base_stride = bases.size // 3
     tag_len = (columns + 7) >> 3
     tile_len = _ROWS * columns
-    position, tile = 0, 0
+    position, tile, block_left, block = 0, 0, 0, 0
     for slab in range(num_slabs):
         outer = slab // slabs_per_outer
         base_at = outer * inner
@@ -139,25 +84,29 @@ def _encode(
             remaining = min(slab_len - start, tile_len)
             group = tile * columns
             tag_at = tile * 2 * tag_len
-            if tile % block_tiles == 0:
-                offsets[tile // block_tiles] = uint32(position)
+            if block_left == 0:
+                offsets[block] = uint32(position)
+                block, block_left = block + 1, block_tiles
+            block_left -= 1
             first = 0
+            raw = uint64(0)
             if vector and remaining == tile_len:
                 while first + 32 <= columns:
                     bits = encode_columns(
                         data, data_at + first, sign_mantissa, packed_at + first, columns, bases,
-                        base_at + first, base_stride, narrow, low, group + first, plane2, plane3, first,
+                        base_at + first, base_stride, narrow, low, group + first, plane2, plane3,
+                        first,
                     )  # fmt: skip
                     store_word(uint32(bits), tags, tag_at + (first >> 3))
                     store_word(uint32(bits >> 32), tags, tag_at + tag_len + (first >> 3))
+                    raw |= bits & (bits >> 32)
                     first += 32
-            for byte in range(first >> 3, tag_len):
-                tags[tag_at + byte] = 0
-                tags[tag_at + tag_len + byte] = 0
-            _encode_columns_plain(
-                data, data_at, sign_mantissa, packed_at, remaining, first, columns, bases, base_at, base_row,
-                base_stride, narrow, low, group, plane2, plane3, tags, tag_at, tag_len,
-            )  # fmt: skip
+            if first < columns:
+                raw |= encode_columns_plain(
+                    data, data_at, sign_mantissa, packed_at, remaining, first, columns, bases,
+                    base_at, base_row, base_stride, narrow, low, group, plane2, plane3, tags,
+                    tag_at, tag_len,
+                )  # fmt: skip
             if narrow:
                 position = _emit(
                     plane2, tag_at, tag_at + tag_len, tags, columns, vector, escapes, position
@@ -166,9 +115,10 @@ def _encode(
                 dense_plane2[group : group + columns] = plane2[:columns]
             high_at = tag_at + tag_len
             position = _emit(plane3, high_at, high_at, tags, columns, vector, escapes, position)
-            position = _emit_raw(
-                data, data_at, remaining, columns, tags, tag_at, tag_len, escapes, position
-            )
+            if raw & uint64(0xFFFFFFFF):
+                position = emit_raw(
+                    data, data_at, remaining, columns, tags, tag_at, tag_len, escapes, position
+                )
             tile += 1
     return position
 
@@ -195,57 +145,6 @@ def _count_tags(tags, tag_at, tag_len):
 
 
 @njit(nogil=True, cache=True)
-def _decode_columns_plain(
-    sign_mantissa, packed_at, data, data_at, remaining, first, columns, low, plane2, group, escapes, escape2,
-    escape3, tags, tag_at, tag_len, bases, base_at, base_row, base_stride, narrow,
-):  # fmt: skip
-    for c in range(first, columns):
-        tag_low = (tags[tag_at + (c >> 3)] >> (c & 7)) & 1
-        tag_high = (tags[tag_at + tag_len + (c >> 3)] >> (c & 7)) & 1
-        tag = tag_low + 2 * tag_high
-        word, p2, p3 = uint32(low[group + c]), uint32(0), uint32(0)
-        if not narrow:
-            p2 = uint32(plane2[group + c])
-        elif tag:
-            p2 = uint32(escapes[escape2])
-            escape2 += 1
-        if tag_high:
-            p3 = uint32(escapes[escape3])
-            escape3 += 1
-        for r in range(_ROWS):
-            cell = r * columns + c
-            if cell < remaining:
-                code = (word >> uint32(2 * r)) & uint32(3)
-                code |= ((p2 >> uint32(r)) & uint32(1)) << uint32(2)
-                code |= ((p3 >> uint32(r)) & uint32(1)) << uint32(3)
-                if tag < 3:
-                    code += uint32(bases[base_at + r * base_row + c + tag * base_stride])
-                packed = uint32(sign_mantissa[packed_at + cell])
-                data[data_at + cell] = uint16(
-                    ((packed & uint32(0x80)) << uint32(8))
-                    | (packed & uint32(0x7F))
-                    | (code << uint32(7))
-                )
-
-
-@njit(nogil=True, cache=True)
-def _add_raw_planes(data, data_at, remaining, columns, tags, tag_at, tag_len, escapes, position):
-    for byte in range(tag_len):
-        raw = tags[tag_at + byte] & tags[tag_at + tag_len + byte]
-        if raw == 0:
-            continue
-        for c in range(8 * byte, min(columns, 8 * byte + 8)):
-            if (raw >> (c & 7)) & 1:
-                for r in range(_ROWS):
-                    cell = r * columns + c
-                    if cell < remaining:
-                        for plane in range(4):
-                            bit = (uint32(escapes[position + plane]) >> uint32(r)) & uint32(1)
-                            data[data_at + cell] |= uint16(bit << uint32(11 + plane))
-                position += 4
-
-
-@njit(nogil=True, cache=True)
 def _decode(
     sign_mantissa, low, plane2, tags, offsets, escapes, bases, inner, slabs_per_outer, slab_len,
     columns, base_row, narrow, block_tiles, vector, data, outer_stride, num_slabs,
@@ -254,7 +153,7 @@ def _decode(
     tag_len = (columns + 7) >> 3
     tile_len = _ROWS * columns
     spare_bits = uint8((0xFF << (((columns - 1) & 7) + 1)) & 0xFF)
-    position, tile = 0, 0
+    position, tile, block_left, block = 0, 0, 0, 0
     for slab in range(num_slabs):
         outer = slab // slabs_per_outer
         base_at = outer * inner
@@ -265,8 +164,11 @@ def _decode(
             remaining = min(slab_len - start, tile_len)
             group = tile * columns
             tag_at = tile * 2 * tag_len
-            if tile % block_tiles == 0 and offsets[tile // block_tiles] != position:
-                return OFFSET_WRONG
+            if block_left == 0:
+                if offsets[block] != position:
+                    return OFFSET_WRONG
+                block, block_left = block + 1, block_tiles
+            block_left -= 1
             if (tags[tag_at + tag_len - 1] | tags[tag_at + 2 * tag_len - 1]) & spare_bits:
                 return TAG_INVALID
             beyond2, beyond3, raw = _count_tags(tags, tag_at, tag_len)
@@ -301,14 +203,16 @@ def _decode(
                         )  # fmt: skip
                     escape3 += popcount(tag_high)
                     first += 32
-            _decode_columns_plain(
-                sign_mantissa, packed_at, data, data_at, remaining, first, columns, low, plane2, group, escapes,
-                escape2, escape3, tags, tag_at, tag_len, bases, base_at, base_row, base_stride,
-                narrow,
-            )  # fmt: skip
+            if first < columns:
+                decode_columns_plain(
+                    sign_mantissa, packed_at, data, data_at, remaining, first, columns, low,
+                    plane2, group, escapes, escape2, escape3, tags, tag_at, tag_len, bases,
+                    base_at, base_row, base_stride, narrow,
+                )  # fmt: skip
             if raw:
-                _add_raw_planes(
-                    data, data_at, remaining, columns, tags, tag_at, tag_len, escapes, raw_at)
+                add_raw_planes(
+                    data, data_at, remaining, columns, tags, tag_at, tag_len, escapes, raw_at
+                )
             tile += 1
     return DECODE_OK if position == escapes.size else OFFSET_WRONG
 

@@ -98,8 +98,8 @@ def encode_columns(
 
 def _decode_columns(narrow: bool) -> Any:
     names = (
-        "sign_mantissa packed_at data data_at columns low plane2 group escapes escape2 escape3 tag_low tag_high"
-        " bases base_at base_stride"
+        "sign_mantissa packed_at data data_at columns low plane2 group escapes escape2 escape3"
+        " tag_low tag_high bases base_at base_stride"
     )
 
     @intrinsic
@@ -152,7 +152,7 @@ def _decode_columns(narrow: bool) -> Any:
     return decode_columns
 
 
-#: Decode 8 rows of 32 columns into ``data[data_at]``; planes 4-7 of raw groups are added afterwards.
+#: Decode 8 rows of 32 columns into ``data[data_at]``; raw groups still lack planes 4-7.
 #: ``escape2`` and ``escape3`` are where the columns' planes 2 and 3 start in ``escapes``.
 decode_columns_narrow = _decode_columns(narrow=True)
 decode_columns_wide = _decode_columns(narrow=False)

@@ -49,9 +49,7 @@ def encode_run(
         e.store(nibbles, "codes", builder.lshr(at, ir.Constant(I64, 1)))
         return builder.bitcast(builder.not_(known), I32)
 
-    return types.uint32(
-        data, types.int64, sign_mantissa, codes, types.int64, lowest
-    ), codegen
+    return types.uint32(data, types.int64, sign_mantissa, codes, types.int64, lowest), codegen
 
 
 @intrinsic
@@ -80,6 +78,4 @@ def decode_run(
         e.store(builder.or_(value, exponent), "data", e.value("data_at"))
         return context.get_dummy_value()
 
-    return types.void(
-        sign_mantissa, codes, types.int64, lowest, data, types.int64
-    ), codegen
+    return types.void(sign_mantissa, codes, types.int64, lowest, data, types.int64), codegen

@@ -34,8 +34,8 @@ def window_bases(counts: NDArray[np.uint32]) -> NDArray[np.uint8]:
 
 #: A run of exponents is taken instead of the most frequent ones if it leaves at most this share of
 #: the elements uncovered in addition: its codes are one subtraction away, which is several times
-#: faster, and this many escapes more cost 0.04 % of the size.
-RUN_TOLERANCE = 2e-4
+#: faster, and this many escapes more cost 0.1 % of the size.
+RUN_TOLERANCE = 5e-4
 
 
 def frequent_exponents(counts: NDArray[np.integer], size: int) -> NDArray[np.uint8]:

@@ -19,7 +19,7 @@ from kvz.bench.workload import U16, Workload
 from kvz.codebooks import read_sample
 from kvz.codecs.base import Codec
 from kvz.codecs.raw import RawCodec
-from kvz.compressing import write_archive
+from kvz.compressing import plan, write_archive
 from kvz.layout import Layout
 from kvz.safetensors_io import ArrayReader, SafetensorsFile
 
@@ -92,7 +92,7 @@ class CodecContestant:
     def stored_nbytes(self, source: SafetensorsFile, layout: Layout) -> int:
         """The size of the archive, as the writer of :func:`kvz.compress` makes it."""
         sink = _CountingSink()
-        write_archive(source, sink, self.codec, layout=layout)  # type: ignore[arg-type]
+        write_archive(source, plan(source, self.codec, layout), sink, self.codec)
         return sink.nbytes
 
     def prepare(self, work: Workload, num_workers: int) -> Jobs:

@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from kvz.cli import options
-from kvz.cli.errors import naming_output
 from kvz.cli.progress import meter
 from kvz.cli.text import emit
 from kvz.formats.ids import CODEC_NAMES
@@ -91,5 +90,5 @@ def command(
 def _write_json(document: dict[str, Any], path: str, overwrite: bool) -> None:
     from kvz.files import atomic_output
 
-    with naming_output(path), atomic_output(path, overwrite=overwrite) as stream:
+    with atomic_output(path, overwrite=overwrite) as stream:
         stream.write(json.dumps(document, indent=2).encode() + b"\n")

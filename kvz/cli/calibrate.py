@@ -7,7 +7,6 @@ from dataclasses import asdict
 import click
 
 from kvz.cli import options
-from kvz.cli.errors import naming_output
 from kvz.cli.progress import meter
 from kvz.cli.text import count, emit, emit_json, format_nbytes, printable
 
@@ -41,7 +40,7 @@ def command(
     """
     import kvz
 
-    with meter("calibrating", unit="tensors") as progress, naming_output(destination):
+    with meter("calibrating", unit="tensors") as progress:
         report = kvz.calibrate(
             caches,
             destination,

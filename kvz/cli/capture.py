@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from kvz.cli import models, options
-from kvz.cli.errors import naming_output
 from kvz.cli.progress import meter
 from kvz.cli.text import count, emit, emit_json, format_nbytes, printable
 from kvz.formats.errors import ConfigError, SourceError
@@ -91,8 +90,7 @@ def command(
         loaded, _token_ids(tokenizer, text, max_tokens), queries=queries, chunk_tokens=chunk_tokens
     )
     seconds = time.perf_counter() - start
-    with naming_output(destination):
-        captured.save(destination, overwrite=overwrite)
+    captured.save(destination, overwrite=overwrite)
     document = {
         "destination": destination,
         "model": model,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvz.cli import options
-from kvz.cli.errors import naming_output
 from kvz.cli.progress import file_nbytes, meter
 from kvz.cli.text import count, emit, emit_json, format_nbytes, printable
 
@@ -63,7 +62,7 @@ def command(
     options.check_streams(source, target)
     import kvz
 
-    with meter("compressing", file_nbytes(source)) as progress, naming_output(target):
+    with meter("compressing", file_nbytes(source)) as progress:
         report = kvz.compress(
             source,
             target,
@@ -76,38 +75,22 @@ def command(
             progress=progress.advance,
         )
     to_stderr = target == options.STANDARD_STREAM
-    stored_by = None if to_stderr else _tensors_by_codec(target)
     if as_json:
-        emit_json(_document(report, stored_by), to_stderr=to_stderr)
+        emit_json(_document(report), to_stderr=to_stderr)
     else:
-        emit(_line(report, stored_by), to_stderr=to_stderr)
+        emit(_line(report), to_stderr=to_stderr)
 
 
-def _tensors_by_codec(path: str) -> dict[str, int]:
-    """How many tensors of an archive each codec stores."""
-    import kvz
-
-    counts: dict[str, int] = {}
-    with kvz.open(path) as archive:
-        for tensor in archive.head.tensors:
-            name = archive.head.codec_of(tensor).name
-            counts[name] = counts.get(name, 0) + 1
-    return counts
+def _document(report: CompressReport) -> dict[str, Any]:
+    return {**asdict(report), "ratio": report.ratio, "gb_per_s": report.gb_per_s}
 
 
-def _document(report: CompressReport, stored_by: dict[str, int] | None) -> dict[str, Any]:
-    derived = {"ratio": report.ratio, "gb_per_s": report.gb_per_s, "tensors_by_codec": stored_by}
-    return {**asdict(report), **derived}
-
-
-def _line(report: CompressReport, stored_by: dict[str, int] | None) -> str:
+def _line(report: CompressReport) -> str:
     sizes = f"{format_nbytes(report.original_nbytes)} -> {format_nbytes(report.stored_nbytes)}"
-    stored_by = stored_by or {report.codec: report.num_tensors}
-    others = [f"{number} by {name}" for name, number in stored_by.items() if name != report.codec]
-    fallback = f", {' and '.join(others)}" if others else ""
+    others = report.num_fallback_tensors
     destination = "<stdout>" if report.destination == "-" else report.destination
     return (
         f"{printable(destination)}: {sizes}, ratio {report.ratio:.3f}, "
         f"{report.gb_per_s:.2f} GB/s, {report.codec}, "
-        f"{count(report.num_tensors, 'tensor')}{fallback}"
+        f"{count(report.num_tensors, 'tensor')}{f', {others} by zstd' if others else ''}"
     )

@@ -7,7 +7,6 @@ from dataclasses import asdict
 import click
 
 from kvz.cli import options
-from kvz.cli.errors import naming_output
 from kvz.cli.progress import meter, raw_nbytes
 from kvz.cli.text import count, emit, emit_json, format_nbytes, printable
 
@@ -55,7 +54,7 @@ def command(
     import kvz
 
     total = raw_nbytes(source) if layers is None and tokens is None else None
-    with meter("decompressing", total) as progress, naming_output(target):
+    with meter("decompressing", total) as progress:
         report = kvz.decompress(
             source,
             target,

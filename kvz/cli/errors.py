@@ -9,12 +9,10 @@ the reader of our output went away (as if killed by SIGPIPE; nothing is printed)
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
 from typing import NoReturn, TypeVar
 
 from kvz.cli.text import printable
@@ -41,9 +39,6 @@ EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (OSError, 6),
 )
 
-#: Errors that only a write gives.
-_WRITE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
 _Error = TypeVar("_Error", bound=BaseException)
 
 
@@ -61,12 +56,10 @@ def describe(error: BaseException) -> str:
     if isinstance(error, KvzError):
         return printable(str(error))
     if isinstance(error, OSError):
-        name = error.filename
-        if name is None and error.errno in _WRITE_ERRORS:
-            # files are written under naming_output: what is left is the report itself
-            name = "<stdout>"
+        # errors of files are named where they happen: what has no name is the report itself
+        name = error.filename or "<stdout>"
         reason = error.strerror or str(error)
-        return printable(reason if name is None else f"{name}: {reason}")
+        return printable(f"{name}: {reason}")
     if isinstance(error, MemoryError):
         return "out of memory; fewer --threads need less"
     details = f": {error}" if str(error) else ""
@@ -101,19 +94,6 @@ def report_usage(message: str, command_path: str) -> int:
     """Print the line for a command line that makes no sense; returns the exit code."""
     _print(f"kvz: error: {printable(message.rstrip('.'))} (see {command_path} --help)")
     return USAGE
-
-
-@contextlib.contextmanager
-def naming_output(destination: str) -> Iterator[None]:
-    """Errors that only a write can give are about ``destination``, wherever they were caught."""
-    try:
-        yield
-    except (OSError, SourceError) as error:
-        cause = _cause(error, OSError)
-        if cause is None or cause.errno not in _WRITE_ERRORS:
-            raise
-        target = "<stdout>" if destination == "-" else destination
-        raise SourceError(f"{target}: {cause.strerror}") from error
 
 
 def flush_output() -> None:

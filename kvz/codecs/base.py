@@ -57,8 +57,9 @@ class Codec(Protocol):
 
 def is_chunk(array: Chunk) -> bool:
     """Whether ``array [outer, tokens, inner]`` meets what :data:`Chunk` asks for."""
-    outer, tokens, inner = array.shape
+    _, tokens, inner = array.shape
     if array.flags.c_contiguous:
         return True
-    step = array.strides[0]
-    return bool(array[0].flags.c_contiguous and step >= tokens * inner * array.itemsize)
+    step, itemsize = array.strides[0], array.itemsize
+    apart = step >= tokens * inner * itemsize and step % itemsize == 0
+    return bool(array[0].flags.c_contiguous and apart)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,7 +23,11 @@ _SMALL_TENSOR_TOKENS = 160
 
 def _parse_windows(text: str) -> tuple[int, ...]:
     """``3/4`` or ``2/3/4``; a final ``/raw`` is allowed."""
-    return tuple(int(part) for part in text.removesuffix("/raw").split("/"))
+    sets = {"/".join(map(str, windows)): windows for windows in layout.WINDOW_SETS}
+    windows = sets.get(text.removesuffix("/raw"))
+    if windows is None:
+        raise ValueError(f"windows must be {' or '.join(sets)}, got {text!r}")
+    return windows
 
 
 class GaacCodec:
@@ -101,7 +105,7 @@ class GaacCodec:
             raise InvalidField(f"gaac: {kernels.STATUS_TEXT[status]}")
 
     @staticmethod
-    def _arrays(payload: U8, spans: list[Span]) -> dict[str, NDArray[Any]]:
+    def _arrays(payload: U8, spans: Sequence[Span]) -> dict[str, NDArray[Any]]:
         arrays: dict[str, NDArray[Any]] = {s.name: payload[s.offset : s.end] for s in spans}
         arrays["low"] = arrays["low"].view(np.uint16)
         arrays["offsets"] = arrays["offsets"].view(np.uint32)

@@ -16,7 +16,7 @@ import torch
 from kvz import hf
 from kvz.attention_recorder import AttentionRecorder, attention_facts
 from kvz.capture_metadata import LayerRecord, encode_metadata, pack_layers
-from kvz.formats.errors import ConfigError
+from kvz.formats.errors import ConfigError, UnsupportedCache
 from kvz.identity import dtype_name, model_identity, token_hash
 from kvz.layers.containers import CacheContents, layer_prefix, read_cache
 from kvz.layers.table import IN_PLACE_KINDS, ONE_PASS_KINDS
@@ -110,6 +110,7 @@ def capture(
                 progress(start + chunk.shape[1], num_tokens)
 
     contents = read_cache(cache, model.dtype)
+    _check_states(contents, model)
     cached = [i for i, layer in enumerate(contents.layers) if layer.num_tokens]
     recorded = bool(cached) and all(
         recorder.saw_all(i) and contents.layers[i].kind in _RECORDED_KINDS for i in cached
@@ -207,6 +208,15 @@ def _check_inputs(
             "then ones up to the end"
         )
     return ids, mask
+
+
+def _check_states(contents: CacheContents, model: Any) -> None:
+    """A recurrent layer without a state after a prefill keeps it elsewhere."""
+    for layer_idx, layer in enumerate(contents.layers):
+        if layer.kind == "linear" and not contents.tensors[layer_idx]:
+            raise UnsupportedCache(
+                f"cache layer {layer_idx} of {type(model).__name__} holds no state after a prefill"
+            )
 
 
 def _layer_tensors(

@@ -7,6 +7,7 @@ objects at hand, never by version number.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,8 @@ RecordFn = Callable[[Any, "torch.Tensor", "torch.Tensor", float, "float | None"]
 
 _CACHE_ARGUMENTS = ("past_key_values", "cache")
 _LOGITS_ARGUMENTS = ("logits_to_keep", "num_logits_to_keep")
+# State that a restored cache would lack, as in RecurrentGemma.
+_MODULE_STATE = re.compile(r"(recurrent|conv\w*|ssm|rnn)_states?")
 
 
 def load_model(
@@ -90,6 +93,12 @@ def check_model(model: Any) -> None:
         raise UnsupportedCache(f"{name} does not keep its state in a DynamicCache")
     if _argument(model, _CACHE_ARGUMENTS) is None:
         raise UnsupportedCache(f"{name}.forward takes none of {', '.join(_CACHE_ARGUMENTS)}")
+    for module in model.modules():
+        for attribute in vars(module):
+            if _MODULE_STATE.fullmatch(attribute):
+                raise UnsupportedCache(
+                    f"{name} keeps {attribute} in {type(module).__name__}, not in its cache"
+                )
 
 
 def new_cache(model: Any) -> Any:

@@ -177,7 +177,7 @@ def test_payload_is_that_of_the_reference(case: CodecCase, name: str) -> None:
     ("name", "options", "message"),
     [
         ("gaac", {"window": "3/4"}, "no option 'window'; options: windows, axis"),
-        ("gaac", {"windows": "4/3"}, "windows must be one of"),
+        ("gaac", {"windows": "4/3"}, "codec gaac: windows must be"),
         ("gaac", {"windows": "two"}, "codec gaac"),
         ("gaac", {"axis": "head"}, "axis must be one of"),
         ("zstd", {"level": "0"}, "level must be 1..22, got 0"),

@@ -105,7 +105,7 @@ def round_trip(source: Path, folder: Path, codec: str, **options: Any) -> bytes:
 
 def every_dtype() -> list[tuple[str, str, list[int], bytes]]:
     rng = np.random.default_rng(3)
-    listing = []
+    listing: list[tuple[str, str, list[int], bytes]] = []
     for dtype, itemsize in ITEM_NBYTES.items():
         for shape in ([], [0], [1], [3, 0, 5], [1, 3, 0, 64], [7, 11], [1, 2, 9, 16]):
             cached = len(shape) in (0, 4)

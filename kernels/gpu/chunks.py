@@ -37,13 +37,14 @@ class ChunkPlace(NamedTuple):
 
 class Batch(NamedTuple):
     """Device tables. ``chunks`` int64[n, 16] · ``program_chunk`` int32[programs] ·
-    ``num_programs`` int32[n] per chunk · ``aligned``: all data at multiples of 4 bytes."""
+    ``num_programs`` int32[n] per chunk · ``unit``: neighbouring elements that may be accessed as one
+    word: 4 if all data, payloads and codebooks lie at multiples of 8 bytes, else 1."""
 
     chunks: torch.Tensor
     program_chunk: torch.Tensor
     num_programs: torch.Tensor
     total_programs: int
-    aligned: bool
+    unit: int
 
     @classmethod
     def of(cls, places: Sequence[ChunkPlace], device: torch.device) -> Batch:
@@ -54,12 +55,15 @@ class Batch(NamedTuple):
             row[:7] = (*place[:6], start)
             row[7 : 7 + len(place.streams)] = place.streams
             row[7 + len(place.streams)] = place.last_nbytes
-        aligned = all(p.data % 4 == 0 and (p.outer == 1 or p.outer_stride % 2 == 0) for p in places)
+        words = all(
+            (p.data | p.payload | p.codebook) % 8 == 0 and (p.outer == 1 or p.outer_stride % 4 == 0)
+            for p in places
+        )
         program_chunk = np.repeat(np.arange(len(places), dtype=np.int32), counts)
         return cls(
             torch.from_numpy(rows).to(device),
             torch.from_numpy(program_chunk).to(device),
             torch.from_numpy(counts).to(device),
             int(counts.sum()),
-            aligned,
+            4 if words else 1,
         )

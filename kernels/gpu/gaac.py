@@ -10,14 +10,17 @@ from __future__ import annotations
 import torch
 import triton
 
-from kvz.kernels.gpu import gaac_kernels as kernels
 from kvz.kernels.gpu.chunks import Batch
+from kvz.kernels.gpu.escape_kernels import compact_kernel, offsets_kernel
+from kvz.kernels.gpu.gaac_decode import decode_kernel
+from kvz.kernels.gpu.gaac_encode import encode_kernel
 
-ROWS = 8
-#: Lanes that one warp handles at a time: the tiles of a step are chosen to fill them.
-_TARGET_LANES = 64
+#: Lanes of a step: as many tiles as fill them are handled at a time.
+_ENCODE_LANES = 64
+_DECODE_LANES = 128
 _OFFSETS_BLOCK = 1024
-_COMPACT_BLOCK = 512
+_COMPACT_ROWS = 8
+_COMPACT_BYTES = 64
 
 
 def scratch_nbytes(batch: Batch, inner: int, block_tiles: int) -> int:
@@ -29,15 +32,18 @@ def _scratch_stride(inner: int, block_tiles: int) -> int:
     return 6 * inner * block_tiles
 
 
-def _shape(batch: Batch, inner: int, block_tiles: int) -> dict[str, int]:
-    unit = 2 if inner % 2 == 0 and batch.aligned else 1
+def _shape(batch: Batch, inner: int, block_tiles: int, target_lanes: int) -> dict[str, int]:
+    unit = batch.unit if inner % batch.unit == 0 else 1
     lanes = max(8, triton.next_power_of_2(inner // unit))
-    step = max(1, min(_TARGET_LANES // lanes, triton.next_power_of_2(block_tiles)))
-    return {"INNER": inner, "UNIT": unit, "BLOCK_TILES": block_tiles, "STEP": step, "LANES": lanes}
-
-
-def _warps(inner: int) -> int:
-    return 1 if inner <= 256 else 4
+    step = max(1, min(target_lanes // lanes, triton.next_power_of_2(block_tiles)))
+    return {
+        "INNER": inner,
+        "UNIT": unit,
+        "BLOCK_TILES": block_tiles,
+        "STEP": step,
+        "LANES": lanes,
+        "num_warps": max(1, lanes // 128),
+    }
 
 
 def encode(
@@ -56,17 +62,16 @@ def encode(
     the length of each chunk's escapes. Inner size below 1,024.
     """
     stride = _scratch_stride(inner, block_tiles)
-    kernels.encode_kernel[(batch.total_programs,)](
+    encode_kernel[(batch.total_programs,)](
         batch.chunks,
         batch.program_chunk,
         scratch,
         sizes,
         NARROW=narrow,
         SCRATCH=stride,
-        num_warps=_warps(inner),
-        **_shape(batch, inner, block_tiles),
+        **_shape(batch, inner, block_tiles, _ENCODE_LANES),
     )
-    kernels.offsets_kernel[(batch.chunks.shape[0],)](
+    offsets_kernel[(batch.chunks.shape[0],)](
         batch.chunks,
         sizes,
         totals,
@@ -76,13 +81,15 @@ def encode(
         BLOCK=_OFFSETS_BLOCK,
         num_warps=4,
     )
-    kernels.compact_kernel[(batch.total_programs,)](
+    compact_kernel[(triton.cdiv(batch.total_programs, _COMPACT_ROWS),)](
         batch.chunks,
         batch.program_chunk,
         scratch,
         sizes,
+        batch.total_programs,
         SCRATCH=stride,
-        BLOCK=_COMPACT_BLOCK,
+        ROWS=_COMPACT_ROWS,
+        COPY=_COMPACT_BYTES,
         num_warps=1,
     )
 
@@ -95,11 +102,10 @@ def decode(
     ``status`` must be zero before. Stream lengths must fit the shapes; tags, offsets and escapes
     need not be trustworthy. Inner size below 1,024.
     """
-    kernels.decode_kernel[(batch.total_programs,)](
+    decode_kernel[(batch.total_programs,)](
         batch.chunks,
         batch.program_chunk,
         status,
         NARROW=narrow,
-        num_warps=_warps(inner),
-        **_shape(batch, inner, block_tiles),
+        **_shape(batch, inner, block_tiles, _DECODE_LANES),
     )

@@ -1,0 +1,192 @@
+"""GAAC's decoder in Triton: the kernel alone. Layout and names: kernels/reference/gaac.py.
+
+A program handles one escape block of one chunk in steps of ``STEP`` tiles and is meant to run as one
+warp, so that no sum crosses warps. All loads of a step are issued before anything waits for one of
+them. Masked-off lanes load zero and store nothing; addresses are 64-bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvz.kernels.gpu.gaac_tiles import load_bases, place_escapes, place_tiles, select_base
+from kvz.kernels.gpu.words import (
+    NUM_FIELDS,
+    load_field,
+    shift,
+    spread_bytes,
+    spread_sign_mantissa,
+)
+
+
+@triton.jit
+def _load_tags(tags_ptr, in_step, lane, valid, INNER: tl.constexpr, UNIT: tl.constexpr):
+    TAG_LENGTH: tl.constexpr = (INNER + 7) // 8
+    at = in_step * (2 * TAG_LENGTH) + (lane * UNIT) // 8
+    low = tl.load(tl.max_contiguous(tags_ptr + at, (1, 8)), mask=valid, other=0).to(tl.uint32)
+    high = tl.load(tl.max_contiguous(tags_ptr + TAG_LENGTH + at, (1, 8)), mask=valid, other=0).to(tl.uint32)
+    bit = (lane * UNIT) % 8
+    FLAGS: tl.constexpr = (1 << UNIT) - 1
+    return (low >> bit) & FLAGS, (high >> bit) & FLAGS
+
+
+@triton.jit
+def _load_escapes(escapes_ptr, place, wanted, STRIDE: tl.constexpr, UNIT: tl.constexpr):
+    """One byte for each element whose flag is set, to the fields of a word.
+
+    ``place`` of the first one, the next ones ``STRIDE`` bytes apart.
+    """
+    word_type: tl.constexpr = tl.uint64 if UNIT == 4 else tl.uint32
+    ptr = tl.max_contiguous(escapes_ptr + place, (1, 8))
+    word = tl.load(ptr, mask=(wanted & 1) != 0, other=0).to(word_type)
+    for k in tl.static_range(1, UNIT):
+        place += ((wanted >> (k - 1)) & 1).to(tl.int32) * STRIDE
+        ptr = tl.max_contiguous(escapes_ptr + place, (1, 8))
+        byte = tl.load(ptr, mask=((wanted >> k) & 1) != 0, other=0)
+        word |= byte.to(word_type) << (16 * k)
+    return word
+
+
+@triton.jit
+def _row_word(packed, base, low, plane2, plane3, t: tl.constexpr, UNIT: tl.constexpr):
+    """BF16 of row ``t`` from its sign-mantissa bytes, base words (in place) and planes 0-3."""
+    ONES: tl.constexpr = 0x0001000100010001 if UNIT == 4 else 1
+    code = (
+        (shift(low, 7 - 2 * t) & (0x0180 * ONES))
+        | (shift(plane2, 9 - t) & (0x0200 * ONES))
+        | (shift(plane3, 10 - t) & (0x0400 * ONES))
+    )
+    return spread_sign_mantissa(packed, UNIT) | (code + base)
+
+
+@triton.jit
+def decode_kernel(
+    chunks_ptr,
+    block_chunk_ptr,
+    status_ptr,
+    INNER: tl.constexpr,
+    UNIT: tl.constexpr,
+    NARROW: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    STEP: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Groups along tokens. Writes 1 to a chunk's status where its escapes contradict its tags.
+
+    Fields of the chunks' rows: kernels/gpu/gaac.py.
+    """
+    ONES: tl.constexpr = 0x0001000100010001 if UNIT == 4 else 1
+    LANE_COLUMNS: tl.constexpr = INNER // UNIT
+    TAG_LENGTH: tl.constexpr = (INNER + 7) // 8
+    bits_type: tl.constexpr = tl.uint64 if UNIT == 4 else tl.uint16
+    bytes_type: tl.constexpr = tl.uint32 if UNIT == 4 else tl.uint8
+    word_type: tl.constexpr = tl.uint64 if UNIT == 4 else tl.uint32
+    chunk = tl.load(block_chunk_ptr + tl.program_id(0)).to(tl.int64)
+    row_ptr = chunks_ptr + chunk * NUM_FIELDS
+    out_ptr = load_field(row_ptr, 0).to(tl.pointer_type(bits_type))
+    outer_stride = load_field(row_ptr, 1) // UNIT
+    tokens = load_field(row_ptr, 2).to(tl.int32)
+    num_outer = load_field(row_ptr, 3).to(tl.int32)
+    payload = load_field(row_ptr, 4)
+    bases_ptr = load_field(row_ptr, 5).to(tl.pointer_type(bytes_type))
+    first_block = load_field(row_ptr, 6)
+    low_ptr = (payload + load_field(row_ptr, 7)).to(tl.pointer_type(bits_type))
+    plane2_ptr = (payload + load_field(row_ptr, 8)).to(tl.pointer_type(bytes_type))
+    tags_ptr = (payload + load_field(row_ptr, 9)).to(tl.pointer_type(tl.uint8))
+    offsets_ptr = (payload + load_field(row_ptr, 10)).to(tl.pointer_type(tl.uint32))
+    escapes_ptr = (payload + load_field(row_ptr, 11)).to(tl.pointer_type(tl.uint8))
+    length = load_field(row_ptr, 12)
+    packed_ptr = payload.to(tl.pointer_type(bytes_type))
+
+    tiles_per_outer = (tokens + 7) // 8
+    num_tiles = tiles_per_outer * num_outer
+    num_blocks = (num_tiles + BLOCK_TILES - 1) // BLOCK_TILES
+    block = (tl.program_id(0) - first_block).to(tl.int32)
+    start = tl.load(offsets_ptr + block).to(tl.int64)
+    is_last = block + 1 == num_blocks
+    end = tl.load(offsets_ptr + block + 1, mask=~is_last, other=0).to(tl.int64)
+    end = tl.where(is_last, length, end)
+    bad = ((start > end) | (end > length) | ((block == 0) & (start != 0))).to(tl.int32)
+    # a hostile offset must not reach beyond the escapes
+    room = tl.where(bad != 0, 0, tl.minimum(end - start, 1 << 30)).to(tl.int32)
+    escapes_ptr += tl.where(bad != 0, 0, start)
+
+    lane = tl.arange(0, LANES)[None, :]
+    in_step = tl.arange(0, STEP)[:, None]
+    used = tl.zeros((), tl.int32)
+    for step in range(0, BLOCK_TILES, STEP):
+        first_tile = block * BLOCK_TILES + step
+        tile_valid = (step + in_step < BLOCK_TILES) & (first_tile + in_step < num_tiles)
+        valid = tile_valid & (lane < LANE_COLUMNS)
+        step_tags_ptr = tags_ptr + first_tile.to(tl.int64) * (2 * TAG_LENGTH)
+        tag_low, tag_high = _load_tags(step_tags_ptr, in_step, lane, valid, INNER, UNIT)
+        group = first_tile.to(tl.int64) * LANE_COLUMNS
+        in_group = in_step * LANE_COLUMNS + lane
+        low = tl.load(low_ptr + group + in_group, mask=valid, other=0).to(word_type)
+        if not NARROW:
+            dense2 = tl.load(plane2_ptr + group + in_group, mask=valid, other=0)
+        outer, token = place_tiles(first_tile, in_step, tiles_per_outer, STEP)
+        b2, b3, b4 = load_bases(bases_ptr, outer, num_outer, lane, valid, INNER, UNIT)
+        rows_left = tl.where(valid, tokens - token, 0)
+        row_packed_ptr = packed_ptr + (outer.to(tl.int64) * tokens + token) * LANE_COLUMNS + lane
+        packed = ()
+        for t in tl.static_range(8):
+            row = tl.load(row_packed_ptr + t * LANE_COLUMNS, mask=rows_left > t, other=0)
+            packed = packed + (row,)  # noqa: RUF005  (Triton has no unpacking)
+
+        places = place_escapes(tag_low, tag_high, NARROW, UNIT)
+        place2, place3, place4, size, num_raw = places
+        fits = used + size <= room
+        wanted3 = tl.where(fits, tag_high, 0)
+        if NARROW:
+            wanted2 = tl.where(fits, tag_low | tag_high, 0)
+            plane2 = _load_escapes(escapes_ptr, used + place2, wanted2, 1, UNIT)
+        else:
+            plane2 = spread_bytes(dense2, UNIT)
+            missing = valid & ((tag_low | tag_high) != (1 << UNIT) - 1)
+            bad |= tl.max(tl.max(missing.to(tl.int32), axis=1), axis=0)
+        plane3 = _load_escapes(escapes_ptr, used + place3, wanted3, 1, UNIT)
+        base = spread_bytes(select_base(tag_low, tag_high, b2, b3, b4), UNIT) << 7
+        row_out_ptr = out_ptr + outer.to(tl.int64) * outer_stride + token * LANE_COLUMNS + lane
+        if num_raw > 0:
+            raw = wanted3 & tag_low
+            plane4 = _load_escapes(escapes_ptr, used + place4, raw, 4, UNIT)
+            plane5 = _load_escapes(escapes_ptr, used + place4 + 1, raw, 4, UNIT)
+            plane6 = _load_escapes(escapes_ptr, used + place4 + 2, raw, 4, UNIT)
+            plane7 = _load_escapes(escapes_ptr, used + place4 + 3, raw, 4, UNIT)
+            for t in tl.static_range(8):
+                word = _row_word(packed[t], base, low, plane2, plane3, t, UNIT)
+                word |= (
+                    (shift(plane4, 11 - t) & (0x0800 * ONES))
+                    | (shift(plane5, 12 - t) & (0x1000 * ONES))
+                    | (shift(plane6, 13 - t) & (0x2000 * ONES))
+                    | (shift(plane7, 14 - t) & (0x4000 * ONES))
+                )
+                out = word.to(bits_type)
+                tl.store(row_out_ptr + t * LANE_COLUMNS, out, mask=rows_left > t)
+        else:
+            for t in tl.static_range(8):
+                word = _row_word(packed[t], base, low, plane2, plane3, t, UNIT)
+                out = word.to(bits_type)
+                tl.store(row_out_ptr + t * LANE_COLUMNS, out, mask=rows_left > t)
+        used += size
+    if INNER % 8:
+        bad |= _spare_bits(tags_ptr, block, num_tiles, INNER, BLOCK_TILES)
+    if (bad | (used != room).to(tl.int32)) != 0:
+        tl.store(status_ptr + chunk, 1)
+
+
+@triton.jit
+def _spare_bits(tags_ptr, block, num_tiles, INNER: tl.constexpr, BLOCK_TILES: tl.constexpr):
+    """1 if a tag bit beyond the last column is set in the block."""
+    TAG_LENGTH: tl.constexpr = (INNER + 7) // 8
+    PADDED: tl.constexpr = triton.next_power_of_2(BLOCK_TILES)
+    in_block = tl.arange(0, PADDED)
+    tile = block * BLOCK_TILES + in_block
+    valid = (in_block < BLOCK_TILES) & (tile < num_tiles)
+    last = tile.to(tl.int64) * (2 * TAG_LENGTH) + TAG_LENGTH - 1
+    low = tl.load(tags_ptr + last, mask=valid, other=0)
+    high = tl.load(tags_ptr + last + TAG_LENGTH, mask=valid, other=0)
+    spare = (low | high).to(tl.int32) >> (INNER % 8)
+    return (tl.max(spare, axis=0) != 0).to(tl.int32)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvz.archive import Archive
     from kvz.archive import open_archive as open
     from kvz.calibrating import CalibrateReport, calibrate
-    from kvz.capturing import Capture, capture
+    from kvz.capturing import Capture, capture, capture_cache
     from kvz.compressing import CompressReport, compress
     from kvz.decompressing import DecompressReport, decompress
     from kvz.formats.errors import KvzError
@@ -34,6 +34,7 @@ _EXPORTS = {
     "VerifyReport": ("kvz.verifying", "VerifyReport"),
     "calibrate": ("kvz.calibrating", "calibrate"),
     "capture": ("kvz.capturing", "capture"),
+    "capture_cache": ("kvz.capturing", "capture_cache"),
     "compress": ("kvz.compressing", "compress"),
     "decompress": ("kvz.decompressing", "decompress"),
     "generate_from": ("kvz.restoring", "generate_from"),
@@ -55,6 +56,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "capture",
+    "capture_cache",
     "compress",
     "decompress",
     "generate_from",

@@ -4,7 +4,7 @@ Geometry: a chunk is ``slabs`` runs of ``slab_len`` elements (in the tensor, out
 ``outer_stride`` elements apart). A slab is cut into tiles of ``8 * columns`` consecutive elements
 (the last one may be short); row r of a tile starts at ``r * columns``. Groups along tokens: one
 slab per outer index, ``columns = inner``. Groups along channels: one slab per token, one tile per
-slab, ``columns = ceil(inner / 8)``; then the bases of a row start ``columns`` after those of the row
+slab, ``columns = ceil(inner / 8)``; the bases of a row start ``columns`` after those of the one
 before.
 """
 

@@ -54,8 +54,7 @@ class SplitzipCodec:
     def encode(self, chunk: Chunk, codebook: U8, buffer: U8) -> int:
         # escapes go where they lie if every element is one, then move up to their real place
         positions, exponents = (
-            buffer[span.offset : span.end]
-            for span in layout.escape_streams(chunk.size, chunk.size)
+            buffer[span.offset : span.end] for span in layout.escape_streams(chunk.size, chunk.size)
         )
         fixed = layout.fixed_streams(chunk.size)
         sign_mantissa, codes, offsets = (buffer[span.offset : span.end] for span in fixed)

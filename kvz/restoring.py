@@ -219,7 +219,7 @@ def _check_prefix(layers: Sequence[LayerRecord], total: int, num_tokens: int | N
     partial = [i for i, layer in enumerate(layers) if not has_prefix(layer)]
     if partial and num_tokens != total:
         kind = layers[partial[0]].kind
-        what = "a sliding window" if kind == "sliding" else f"the state of a {kind} layer"
+        what = "a sliding window" if kind == "sliding" else f"a state of kind {kind!r}"
         raise ConfigError(
             f"only a cache of full layers has prefixes, layer {partial[0]} keeps {what}"
         )

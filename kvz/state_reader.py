@@ -79,13 +79,27 @@ def read_prompt(
             raise IdentityMismatch(
                 f"tokens.{field}: metadata says {facts.get(field)}, {name} hashes to {digest}"
             )
-    if expected_ids is not None and not torch.equal(expected_ids.cpu(), tensors["input_ids"]):
-        raise IdentityMismatch("cache belongs to another prompt: input_ids differ")
+    if expected_ids is not None:
+        _check_prompt(tensors["input_ids"], expected_ids.cpu().long())
     has_logits = "next_token_logits" in source.tensor_names
     logits = _read(source, "next_token_logits") if has_logits else None
     if logits is not None and (logits.ndim != 2 or len(logits) != shape[0]):
         raise InvalidField(f"next_token_logits has shape {list(logits.shape)}, not [batch, vocab]")
     return Prompt(tensors["input_ids"], tensors["attention_mask"], logits)
+
+
+def _check_prompt(stored: torch.Tensor, expected: torch.Tensor) -> None:
+    if stored.shape != expected.shape:
+        raise IdentityMismatch(
+            f"cache belongs to another prompt: file {stored.shape[0]} x {stored.shape[1]} "
+            f"tokens, prompt {expected.shape[0]} x {expected.shape[1]}"
+        )
+    if not torch.equal(stored, expected):
+        row, column = (int(i) for i in (stored != expected).nonzero()[0])
+        raise IdentityMismatch(
+            f"cache belongs to another prompt: input_ids[{row}, {column}]: "
+            f"file {int(stored[row, column])}, prompt {int(expected[row, column])}"
+        )
 
 
 def read_states(

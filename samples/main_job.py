@@ -20,13 +20,22 @@ import prompts
 NEW_TOKENS = 64
 
 
-def kvz(*arguments: str | Path) -> str:
-    """Run a kvz command in its own process, show it and its output."""
-    command = [sys.executable, "-m", "kvz", *map(str, arguments)]
+def kvz(*arguments: str | Path) -> None:
+    """Run a kvz command in its own process and show it."""
     print("\n$ kvz", *arguments, flush=True)
-    done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE)
-    print(done.stdout, end="", flush=True)
-    return done.stdout
+    subprocess.run([sys.executable, "-m", "kvz", *map(str, arguments)], check=True)
+
+
+def generate(archive: Path, model_file: Path) -> list[int]:
+    """What ``kvz generate`` goes on with, in its own process."""
+    options = ("--model", str(model_file), "--max-new-tokens", str(NEW_TOKENS), "--json")
+    print("\n$ kvz generate", archive, *options, flush=True)
+    command = [sys.executable, "-m", "kvz", "generate", str(archive), *options]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    answer = json.loads(done.stdout)
+    print(answer["text"], flush=True)
+    tokens: list[int] = answer["token_ids"]
+    return tokens
 
 
 def uninterrupted(model_file: Path, num_tokens: int, capture_file: Path) -> list[int]:
@@ -34,6 +43,7 @@ def uninterrupted(model_file: Path, num_tokens: int, capture_file: Path) -> list
     import torch
 
     import kvz
+    from kvz.cli.models import stop_ids
     from kvz.hf import load_model
     from kvz.restoring import greedy
 
@@ -47,8 +57,10 @@ def uninterrupted(model_file: Path, num_tokens: int, capture_file: Path) -> list
         captured.tensors["next_token_logits"],
         NEW_TOKENS,
         attention_mask=captured.tensors["attention_mask"],
+        stop_ids=stop_ids(model),
     )
-    return tokens[0].tolist()
+    found: list[int] = tokens[0].tolist()
+    return found
 
 
 def run_model(name: str, num_tokens: int, folder: Path) -> bool:
@@ -63,9 +75,7 @@ def run_model(name: str, num_tokens: int, folder: Path) -> bool:
     kvz("compress", capture, "-o", archive, "-f")
     kvz("verify", archive, "--against", capture)
     kvz("inspect", archive)
-    options = ("--max-new-tokens", str(NEW_TOKENS), "--json")
-    answer = json.loads(kvz("generate", archive, "--model", model_file, *options))
-    same = answer["tokens"] == expected
+    same = generate(archive, model_file) == expected
     print(f"\n{name}: restored in another process, the next {len(expected)} tokens", end=" ")
     print("equal those of the uninterrupted run" if same else "DIFFER")
     kvz("bench", capture, "--rounds", "5")

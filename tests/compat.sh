@@ -29,7 +29,7 @@ for version in "$@"; do
     cd "$root"
     PYTHONPATH=$root OMP_NUM_THREADS=1 "$environment/bin/python" -m pytest -q -p no:cacheprovider \
         -m "not model and not cuda" tests/test_capture_restore.py tests/test_identity.py \
-        tests/test_capture_metadata.py tests/test_pair_norms.py tests/test_layers.py \
+        tests/test_capture_metadata.py tests/test_pair_norms.py tests/test_layers.py tests/test_capture_cache.py \
         tests/test_zoo.py tests/test_refusals.py >"$folder/$version.log" 2>&1 || status=1
     tail -n 1 "$folder/$version.log"
 done

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvz.formats.errors import IdentityMismatch, InvalidField, UnsupportedCache
-from kvz.layers.table import CLASS_KINDS, PARTS, layer_kind, put_layer, read_layer
+from kvz.layers.table import CLASS_KINDS, PARTS, layer_kind, put_layer, read_kind, read_layer
 
 cache_utils = pytest.importorskip("transformers.cache_utils")
 
@@ -150,7 +150,8 @@ def _make(name: str) -> Any:
     if name == "HQQQuantizedLayer":
         pytest.importorskip("hqq", reason="needs: pip install hqq")
     layer = CLASSES[name](**DRIVERS[name][0])
-    if name.startswith("Static") and not hasattr(layer, "cumulative_length"):
+    counter = getattr(layer, "cumulative_length", None)
+    if name.startswith("Static") and not isinstance(counter, torch.Tensor):
         pytest.skip("this transformers does not count the tokens of a static layer")
     return layer
 
@@ -278,6 +279,15 @@ def test_a_tensor_without_a_place_is_refused() -> None:
     record, tensors = read_layer(layer, 0, torch.bfloat16)
     with pytest.raises(InvalidField, match="no place for conv_state"):
         put_layer(cache_utils.DynamicLayer(), record, {**tensors, "conv_state": _random(0, 1)})
+
+
+@pytest.mark.parametrize("kind", ["static", "static_sliding"])
+def test_static_layers_that_do_not_count_their_tokens_are_refused(kind: str) -> None:
+    # as in transformers 4.56 and 5.0, where zeros stand for tokens that are not there
+    buffer = torch.zeros(1, 2, 8, 4)
+    layer = SimpleNamespace(max_cache_len=8, keys=buffer, values=buffer)
+    with pytest.raises(UnsupportedCache, match="does not count its tokens"):
+        read_kind(kind, layer, torch.float32)
 
 
 def test_windows_that_record_the_past_are_refused() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import zoo
 import zoo_run
 
@@ -22,6 +23,8 @@ CODECS = ("gaac", "splitzip", "zstd", "raw")
 # padding and codec have nothing to do with each other
 VARIANTS = [("plain", codec) for codec in CODECS] + [("padded", "gaac")]
 NAMES = zoo.available()
+# Releases without one table of layer classes kept recurrent states in caches of the models' own.
+OLDER = not hasattr(transformers.cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING")
 
 
 def _captured(name: str, variant: str, folder: Path, expected: dict[str, Any]) -> set[str]:
@@ -49,10 +52,15 @@ def runs(
     """What follows each cache live, and restored in another process; the kinds of its layers."""
     folder = tmp_path_factory.mktemp("zoo")
     expected: dict[str, Any] = {}
-    kinds = {}
+    kinds: dict[str, set[str]] = {}
     for name in NAMES:
-        kinds[name] = _captured(name, "plain", folder, expected)
-        _captured(name, "padded", folder, expected)
+        try:
+            kinds[name] = _captured(name, "plain", folder, expected)
+            _captured(name, "padded", folder, expected)
+        except (UnsupportedCache, ValueError) as error:
+            if not OLDER:
+                raise
+            expected[name] = str(error)
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     done = subprocess.run(
         [sys.executable, zoo_run.__file__, str(folder)],
@@ -75,10 +83,13 @@ def test_what_follows_a_restored_cache_is_the_same(
 ) -> None:
     expected, restored, _ = runs
     archive = f"{name}.{variant}.{codec}.kvz"
+    if name in expected:
+        pytest.skip(f"refused: {expected[name]}")
     assert len(expected[archive]["tokens"][0]) == zoo_run.NUM_NEW
     assert restored[archive] == expected[archive]
 
 
+@pytest.mark.skipif(OLDER, reason="older releases give some architectures other layers")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_cache_has_the_layers_that_the_architecture_is_here_for(
     runs: tuple[dict[str, Any], dict[str, Any], dict[str, set[str]]], name: str
@@ -89,8 +100,6 @@ def test_the_cache_has_the_layers_that_the_architecture_is_here_for(
 def test_state_outside_the_cache_is_refused_before_the_prefill(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import transformers
-
     from kvz import hf
 
     config = transformers.RecurrentGemmaConfig(
@@ -104,5 +113,6 @@ def test_state_outside_the_cache_is_refused_before_the_prefill(
     )
     model = transformers.RecurrentGemmaForCausalLM(config).eval()
     monkeypatch.setattr(hf, "feed", lambda *_: pytest.fail("prefill began"))
-    with pytest.raises(UnsupportedCache, match=r"RecurrentGemmaForCausalLM keeps \w+ in Recurrent"):
+    named = r" keeps \w+ in Recurrent|\.forward takes none of past_key_values, cache)"
+    with pytest.raises(UnsupportedCache, match="RecurrentGemmaForCausalLM(" + named):
         capture(model, torch.ones((1, 5), dtype=torch.long))

@@ -11,8 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import triton
 
 NUM_FIELDS = 16
+
+
+def compiles(kernel: object) -> bool:
+    """False where Triton interprets its kernels, or where they do not become NVIDIA's PTX."""
+    return isinstance(kernel, triton.JITFunction) and torch.version.hip is None
 
 
 class ChunkPlace(NamedTuple):
@@ -38,13 +44,15 @@ class ChunkPlace(NamedTuple):
 class Batch(NamedTuple):
     """Device tables. ``chunks`` int64[n, 16] · ``program_chunk`` int32[programs] ·
     ``num_programs`` int32[n] per chunk · ``unit``: neighbouring elements that may be accessed as one
-    word: 4 if all data, payloads and codebooks lie at multiples of 8 bytes, else 1."""
+    word: 4 if all data, payloads and codebooks lie at multiples of 8 bytes, else 1 · ``fewest_tokens`` of
+    a chunk."""
 
     chunks: torch.Tensor
     program_chunk: torch.Tensor
     num_programs: torch.Tensor
     total_programs: int
     unit: int
+    fewest_tokens: int
 
     @classmethod
     def of(cls, places: Sequence[ChunkPlace], device: torch.device) -> Batch:
@@ -66,4 +74,5 @@ class Batch(NamedTuple):
             torch.from_numpy(counts).to(device),
             int(counts.sum()),
             4 if words else 1,
+            min(p.tokens for p in places),
         )

@@ -10,11 +10,12 @@ from __future__ import annotations
 import torch
 import triton
 
-from kvz.kernels.gpu.chunks import Batch
+from kvz.kernels.gpu.chunks import Batch, compiles
 from kvz.kernels.gpu.escape_kernels import compact_kernel, offsets_kernel
 from kvz.kernels.gpu.gaac_decode import decode_kernel
 from kvz.kernels.gpu.gaac_encode import encode_kernel
 
+ROWS = 8
 #: Lanes of a step: as many tiles as fill them are handled at a time.
 _ENCODE_LANES = 64
 _DECODE_LANES = 128
@@ -42,7 +43,9 @@ def _shape(batch: Batch, inner: int, block_tiles: int, target_lanes: int) -> dic
         "BLOCK_TILES": block_tiles,
         "STEP": step,
         "LANES": lanes,
+        "SHORT": triton.cdiv(batch.fewest_tokens, ROWS) < step,
         "num_warps": max(1, lanes // 128),
+        "PERMUTE": compiles(decode_kernel),
     }
 
 

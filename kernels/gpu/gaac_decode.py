@@ -13,51 +13,59 @@ import triton.language as tl
 from kvz.kernels.gpu.gaac_tiles import load_bases, place_escapes, place_tiles, select_base
 from kvz.kernels.gpu.words import (
     NUM_FIELDS,
+    bits_to_flags,
+    deinterleave,
+    join_bf16,
     load_field,
     shift,
-    spread_bytes,
-    spread_sign_mantissa,
 )
 
 
 @triton.jit
 def _load_tags(tags_ptr, in_step, lane, valid, INNER: tl.constexpr, UNIT: tl.constexpr):
+    """The bytes that hold the tags of a lane."""
     TAG_LENGTH: tl.constexpr = (INNER + 7) // 8
-    at = in_step * (2 * TAG_LENGTH) + (lane * UNIT) // 8
-    low = tl.load(tl.max_contiguous(tags_ptr + at, (1, 8)), mask=valid, other=0).to(tl.uint32)
-    high = tl.load(tl.max_contiguous(tags_ptr + TAG_LENGTH + at, (1, 8)), mask=valid, other=0).to(tl.uint32)
-    bit = (lane * UNIT) % 8
-    FLAGS: tl.constexpr = (1 << UNIT) - 1
-    return (low >> bit) & FLAGS, (high >> bit) & FLAGS
+    ptr = tags_ptr + (in_step * (2 * TAG_LENGTH) + (lane * UNIT) // 8)
+    low = tl.load(tl.max_contiguous(ptr, (1, 8)), mask=valid, other=0)
+    high = tl.load(tl.max_contiguous(ptr + TAG_LENGTH, (1, 8)), mask=valid, other=0)
+    return low, high
+
+
+@triton.jit
+def _unpack_tags(packed, lane, UNIT: tl.constexpr):
+    bits = packed.to(tl.uint32) >> ((lane * UNIT) % 8).to(tl.uint32)
+    return bits_to_flags(bits & ((1 << UNIT) - 1))
 
 
 @triton.jit
 def _load_escapes(escapes_ptr, place, wanted, STRIDE: tl.constexpr, UNIT: tl.constexpr):
-    """One byte for each element whose flag is set, to the fields of a word.
+    """One byte for each element whose flag is set, zero for the others.
 
     ``place`` of the first one, the next ones ``STRIDE`` bytes apart.
     """
-    word_type: tl.constexpr = tl.uint64 if UNIT == 4 else tl.uint32
     ptr = tl.max_contiguous(escapes_ptr + place, (1, 8))
-    word = tl.load(ptr, mask=(wanted & 1) != 0, other=0).to(word_type)
+    packed = tl.load(ptr, mask=(wanted & 1) != 0, other=0).to(tl.uint32)
     for k in tl.static_range(1, UNIT):
-        place += ((wanted >> (k - 1)) & 1).to(tl.int32) * STRIDE
+        place += ((wanted >> (8 * k - 8)) & 1).to(tl.int32) * STRIDE
         ptr = tl.max_contiguous(escapes_ptr + place, (1, 8))
-        byte = tl.load(ptr, mask=((wanted >> k) & 1) != 0, other=0)
-        word |= byte.to(word_type) << (16 * k)
-    return word
+        byte = tl.load(ptr, mask=((wanted >> 8 * k) & 1) != 0, other=0)
+        packed += byte.to(tl.uint32) * (1 << 8 * k)
+    return packed
 
 
 @triton.jit
-def _row_word(packed, base, low, plane2, plane3, t: tl.constexpr, UNIT: tl.constexpr):
-    """BF16 of row ``t`` from its sign-mantissa bytes, base words (in place) and planes 0-3."""
-    ONES: tl.constexpr = 0x0001000100010001 if UNIT == 4 else 1
-    code = (
-        (shift(low, 7 - 2 * t) & (0x0180 * ONES))
-        | (shift(plane2, 9 - t) & (0x0200 * ONES))
-        | (shift(plane3, 10 - t) & (0x0400 * ONES))
-    )
-    return spread_sign_mantissa(packed, UNIT) | (code + base)
+def _add_raw(escapes_ptr, place, raw, exponents, UNIT: tl.constexpr):
+    """Planes 4-7 of raw groups."""
+    plane4 = _load_escapes(escapes_ptr, place, raw, 4, UNIT)
+    plane5 = _load_escapes(escapes_ptr, place + 1, raw, 4, UNIT)
+    plane6 = _load_escapes(escapes_ptr, place + 2, raw, 4, UNIT)
+    plane7 = _load_escapes(escapes_ptr, place + 3, raw, 4, UNIT)
+    full = ()
+    for t in tl.static_range(8):
+        high = (shift(plane4, 4 - t) & 0x10101010) | (shift(plane5, 5 - t) & 0x20202020)
+        high |= (shift(plane6, 6 - t) & 0x40404040) | (shift(plane7, 7 - t) & 0x80808080)
+        full = full + (exponents[t] | high,)  # noqa: RUF005
+    return full
 
 
 @triton.jit
@@ -71,17 +79,17 @@ def decode_kernel(
     BLOCK_TILES: tl.constexpr,
     STEP: tl.constexpr,
     LANES: tl.constexpr,
+    SHORT: tl.constexpr,
+    PERMUTE: tl.constexpr,
 ):
     """Groups along tokens. Writes 1 to a chunk's status where its escapes contradict its tags.
 
     Fields of the chunks' rows: kernels/gpu/gaac.py.
     """
-    ONES: tl.constexpr = 0x0001000100010001 if UNIT == 4 else 1
     LANE_COLUMNS: tl.constexpr = INNER // UNIT
     TAG_LENGTH: tl.constexpr = (INNER + 7) // 8
     bits_type: tl.constexpr = tl.uint64 if UNIT == 4 else tl.uint16
     bytes_type: tl.constexpr = tl.uint32 if UNIT == 4 else tl.uint8
-    word_type: tl.constexpr = tl.uint64 if UNIT == 4 else tl.uint32
     chunk = tl.load(block_chunk_ptr + tl.program_id(0)).to(tl.int64)
     row_ptr = chunks_ptr + chunk * NUM_FIELDS
     out_ptr = load_field(row_ptr, 0).to(tl.pointer_type(bits_type))
@@ -112,65 +120,61 @@ def decode_kernel(
     room = tl.where(bad != 0, 0, tl.minimum(end - start, 1 << 30)).to(tl.int32)
     escapes_ptr += tl.where(bad != 0, 0, start)
 
+    outer, in_outer = place_tiles(0, block * BLOCK_TILES, tiles_per_outer, True)
     lane = tl.arange(0, LANES)[None, :]
     in_step = tl.arange(0, STEP)[:, None]
     used = tl.zeros((), tl.int32)
     for step in range(0, BLOCK_TILES, STEP):
-        first_tile = block * BLOCK_TILES + step
+        first_tile = (block * BLOCK_TILES + step).to(tl.int64)
         tile_valid = (step + in_step < BLOCK_TILES) & (first_tile + in_step < num_tiles)
         valid = tile_valid & (lane < LANE_COLUMNS)
-        step_tags_ptr = tags_ptr + first_tile.to(tl.int64) * (2 * TAG_LENGTH)
-        tag_low, tag_high = _load_tags(step_tags_ptr, in_step, lane, valid, INNER, UNIT)
-        group = first_tile.to(tl.int64) * LANE_COLUMNS
-        in_group = in_step * LANE_COLUMNS + lane
-        low = tl.load(low_ptr + group + in_group, mask=valid, other=0).to(word_type)
-        if not NARROW:
-            dense2 = tl.load(plane2_ptr + group + in_group, mask=valid, other=0)
-        outer, token = place_tiles(first_tile, in_step, tiles_per_outer, STEP)
-        b2, b3, b4 = load_bases(bases_ptr, outer, num_outer, lane, valid, INNER, UNIT)
+        tile_outer, tile = place_tiles(outer, in_outer + in_step, tiles_per_outer, SHORT)
+        token = tile * 8
         rows_left = tl.where(valid, tokens - token, 0)
-        row_packed_ptr = packed_ptr + (outer.to(tl.int64) * tokens + token) * LANE_COLUMNS + lane
+        outer_row = tile_outer.to(tl.int64) * tokens + token
+        outer_at = tile_outer.to(tl.int64) * outer_stride
+        row_packed_ptr = packed_ptr + (outer_row * LANE_COLUMNS + lane)
+        row_out_ptr = out_ptr + (outer_at + token * LANE_COLUMNS + lane)
+        step_tags_ptr = tags_ptr + first_tile * (2 * TAG_LENGTH)
+        group = in_step * LANE_COLUMNS + lane
+
+        low_tags, high_tags = _load_tags(step_tags_ptr, in_step, lane, valid, INNER, UNIT)
+        low = tl.load(low_ptr + first_tile * LANE_COLUMNS + group, mask=valid, other=0)
+        if not NARROW:
+            step_plane2_ptr = plane2_ptr + first_tile * LANE_COLUMNS
+            plane2 = tl.load(step_plane2_ptr + group, mask=valid, other=0).to(tl.uint32)
+        b2, b3, b4 = load_bases(bases_ptr, tile_outer, num_outer, lane, valid, INNER, UNIT)
         packed = ()
         for t in tl.static_range(8):
             row = tl.load(row_packed_ptr + t * LANE_COLUMNS, mask=rows_left > t, other=0)
-            packed = packed + (row,)  # noqa: RUF005  (Triton has no unpacking)
+            packed = packed + (row.to(tl.uint32),)  # noqa: RUF005  (Triton has no unpacking)
 
-        places = place_escapes(tag_low, tag_high, NARROW, UNIT)
-        place2, place3, place4, size, num_raw = places
+        tag_low, tag_high = _unpack_tags(low_tags, lane, UNIT), _unpack_tags(high_tags, lane, UNIT)
+        place2, place3, place4, size, num_raw = place_escapes(tag_low, tag_high, NARROW)
         fits = used + size <= room
         wanted3 = tl.where(fits, tag_high, 0)
         if NARROW:
             wanted2 = tl.where(fits, tag_low | tag_high, 0)
             plane2 = _load_escapes(escapes_ptr, used + place2, wanted2, 1, UNIT)
         else:
-            plane2 = spread_bytes(dense2, UNIT)
-            missing = valid & ((tag_low | tag_high) != (1 << UNIT) - 1)
+            missing = valid & ((tag_low | tag_high) != (0x01010101 if UNIT == 4 else 1))
             bad |= tl.max(tl.max(missing.to(tl.int32), axis=1), axis=0)
         plane3 = _load_escapes(escapes_ptr, used + place3, wanted3, 1, UNIT)
-        base = spread_bytes(select_base(tag_low, tag_high, b2, b3, b4), UNIT) << 7
-        row_out_ptr = out_ptr + outer.to(tl.int64) * outer_stride + token * LANE_COLUMNS + lane
+        base = select_base(tag_low, tag_high, b2, b3, b4)
+        first_rows, last_rows = deinterleave(low, UNIT, PERMUTE)
+        exponents = ()
+        for t in tl.static_range(8):
+            code = (first_rows >> 2 * t) if t < 4 else (last_rows >> (2 * t - 8))
+            code = (code & 0x03030303) | (shift(plane2, 2 - t) & 0x04040404)
+            code |= shift(plane3, 3 - t) & 0x08080808
+            exponents = exponents + (base + code,)  # noqa: RUF005
         if num_raw > 0:
-            raw = wanted3 & tag_low
-            plane4 = _load_escapes(escapes_ptr, used + place4, raw, 4, UNIT)
-            plane5 = _load_escapes(escapes_ptr, used + place4 + 1, raw, 4, UNIT)
-            plane6 = _load_escapes(escapes_ptr, used + place4 + 2, raw, 4, UNIT)
-            plane7 = _load_escapes(escapes_ptr, used + place4 + 3, raw, 4, UNIT)
-            for t in tl.static_range(8):
-                word = _row_word(packed[t], base, low, plane2, plane3, t, UNIT)
-                word |= (
-                    (shift(plane4, 11 - t) & (0x0800 * ONES))
-                    | (shift(plane5, 12 - t) & (0x1000 * ONES))
-                    | (shift(plane6, 13 - t) & (0x2000 * ONES))
-                    | (shift(plane7, 14 - t) & (0x4000 * ONES))
-                )
-                out = word.to(bits_type)
-                tl.store(row_out_ptr + t * LANE_COLUMNS, out, mask=rows_left > t)
-        else:
-            for t in tl.static_range(8):
-                word = _row_word(packed[t], base, low, plane2, plane3, t, UNIT)
-                out = word.to(bits_type)
-                tl.store(row_out_ptr + t * LANE_COLUMNS, out, mask=rows_left > t)
+            exponents = _add_raw(escapes_ptr, used + place4, wanted3 & tag_low, exponents, UNIT)
+        for t in tl.static_range(8):
+            word = join_bf16(packed[t], exponents[t], UNIT, PERMUTE).to(bits_type)
+            tl.store(row_out_ptr + t * LANE_COLUMNS, word, mask=rows_left > t)
         used += size
+        outer, in_outer = place_tiles(outer, in_outer + STEP, tiles_per_outer, SHORT)
     if INNER % 8:
         bad |= _spare_bits(tags_ptr, block, num_tiles, INNER, BLOCK_TILES)
     if (bad | (used != room).to(tl.int32)) != 0:

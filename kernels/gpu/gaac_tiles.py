@@ -1,7 +1,6 @@
-"""What GAAC's encoder and decoder share: where tiles, tags, bases and escapes are.
+"""What GAAC's encoder and decoder share: where tiles and escapes are, which base a group has.
 
-Lanes and words as in words.py. Per-element flags of a lane (``tag_low``, ``tag_high``: the bits of the
-tags) are the low bits of a uint32. Bases are three times one byte an element.
+Lanes as in words.py. ``tag_low`` and ``tag_high`` are the two bits of each element's tag, as bytes.
 """
 
 from __future__ import annotations
@@ -13,23 +12,21 @@ from kvz.kernels.gpu.words import count_flags
 
 
 @triton.jit
-def place_tiles(first_tile, in_step, tiles_per_outer, STEP: tl.constexpr):
-    """Outer index and first token of the tiles ``first_tile + in_step`` (int32[STEP, 1])."""
-    first_outer = first_tile // tiles_per_outer
-    first_in_outer = first_tile - first_outer * tiles_per_outer
-    outer = tl.zeros_like(in_step) + first_outer
-    in_outer = first_in_outer + in_step
-    # most steps lie within one outer index, where no thread has to divide
-    if first_in_outer + STEP > tiles_per_outer:
-        after = in_outer // tiles_per_outer
-        outer += after
-        in_outer -= after * tiles_per_outer
-    return outer, in_outer * 8
+def place_tiles(outer, in_outer, tiles_per_outer, SHORT: tl.constexpr):
+    """``(outer, in_outer)`` of tiles, ``in_outer`` tiles after the first of outer index ``outer``.
+
+    Unless ``SHORT``, they lie within two outer indices.
+    """
+    if SHORT:
+        after = (in_outer.to(tl.uint32) // tiles_per_outer.to(tl.uint32)).to(tl.int32)
+    else:
+        after = (in_outer >= tiles_per_outer).to(tl.int32)
+    return outer + after, in_outer - after * tiles_per_outer
 
 
 @triton.jit
 def load_bases(bases_ptr, outer, num_outer, lane, valid, INNER: tl.constexpr, UNIT: tl.constexpr):
-    """The bases of the three windows, one byte an element."""
+    """The bases of the three windows."""
     LANE_COLUMNS: tl.constexpr = INNER // UNIT
     at = outer * LANE_COLUMNS + lane
     stride = num_outer * LANE_COLUMNS
@@ -41,23 +38,24 @@ def load_bases(bases_ptr, outer, num_outer, lane, valid, INNER: tl.constexpr, UN
 
 @triton.jit
 def select_base(tag_low, tag_high, b2, b3, b4):
-    """The base of each element's window, zero for raw; one byte an element."""
-    low = ((tag_low * 0x00204081) & 0x01010101) * 0xFF
-    high = ((tag_high * 0x00204081) & 0x01010101) * 0xFF
-    narrower = (b2 & ~low) | (b3 & low)
-    return (narrower & ~high) | (b4 & ~low & high)
+    """The base of each element's window, zero for raw."""
+    low, high = tag_low * 0xFF, tag_high * 0xFF
+    narrower = b2 ^ ((b2 ^ b3) & low)
+    wider = b4 ^ (b4 & low)
+    return narrower ^ ((narrower ^ wider) & high)
 
 
 @triton.jit
-def place_escapes(tag_low, tag_high, NARROW: tl.constexpr, UNIT: tl.constexpr):
+def place_escapes(tag_low, tag_high, NARROW: tl.constexpr):
     """Where each lane's plane 2, plane 3 and raw bytes start, counted from the first tile's.
 
     Tags uint32[STEP, LANES]. Also the number of all bytes and that of raw groups.
     """
-    stored = (tag_high << 10) | (tag_low & tag_high) << 20
+    # one sum for three numbers, each below 2**10
+    counts = count_flags(tag_high) << 10 | count_flags(tag_low & tag_high) << 20
     if NARROW:
-        stored |= tag_low | tag_high
-    counts = count_flags(stored, UNIT).to(tl.int32)
+        counts |= count_flags(tag_low | tag_high)
+    counts = counts.to(tl.int32)
     exclusive = tl.cumsum(counts, axis=1) - counts
     totals = tl.sum(counts, axis=1)
     total2, total3, total4 = totals & 0x3FF, (totals >> 10) & 0x3FF, totals >> 20

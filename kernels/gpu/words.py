@@ -1,11 +1,13 @@
-"""Words of 16-bit fields: what the GAAC and the SplitZip kernels share.
+"""Bytes of a lane: what the GAAC and the SplitZip kernels share.
 
-A *lane* is ``UNIT`` neighbouring elements: four where the addresses allow it, else one. Arithmetic is
-on a *word*, one 16-bit field an element: uint64 for four elements, uint32 for one. ``ONES`` times a
-16-bit pattern is that pattern in every field. One byte an element is uint32 or uint8.
+A *lane* is ``UNIT`` neighbouring elements: four where the addresses allow it, else one. Per-element
+values of a lane are the bytes of a uint32 (one element: its low byte), and arithmetic is on all four
+at once. ``NUM_FIELDS``-wide rows describe the chunks (kernels/gpu/chunks.py).
 
 Addresses come as integers, so that the compiler knows nothing of their alignment and keeps one lane
-to a thread: neighbouring threads then always access neighbouring words.
+to a thread: neighbouring threads then access neighbouring words. Where addresses are not contiguous,
+``tl.max_contiguous`` claims that they are, only to keep lanes along the threads: the compiler derives
+the order of a tensor's elements from it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Columns of the table that describes the chunks (kernels/gpu/chunks.py).
 NUM_FIELDS = tl.constexpr(16)
 
 
@@ -31,66 +32,100 @@ def shift(value, left: tl.constexpr):
 
 
 @triton.jit
-def spread_bytes(packed, UNIT: tl.constexpr):
-    """Bytes of a lane to the low bytes of the fields."""
-    if UNIT == 4:
-        word = packed.to(tl.uint64)
-        word = (word | word << 16) & 0x0000FFFF0000FFFF
-        return (word | word << 8) & 0x00FF00FF00FF00FF
+def _permute(first, second, SELECTOR: tl.constexpr):
+    """The bytes of ``second:first`` that the digits of ``SELECTOR`` name."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, " + SELECTOR + ";",
+        "=r,r,r",
+        [first, second],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def interleave(low, high, UNIT: tl.constexpr, PERMUTE: tl.constexpr):
+    """16-bit elements of a lane (uint64 or uint32) from their low and their high bytes.
+
+    ``PERMUTE``: with the GPU's byte permutation, which Triton's interpreter lacks.
+    """
+    if UNIT == 1:
+        return low | high << 8
+    elif PERMUTE:
+        first, last = _permute(low, high, "0x5140"), _permute(low, high, "0x7362")
+        return first.to(tl.uint64) | last.to(tl.uint64) << 32
     else:
-        return packed.to(tl.uint32)
+        return _spread(low) | _spread(high) << 8
 
 
 @triton.jit
-def gather_bytes(word, UNIT: tl.constexpr):
-    """The inverse of ``spread_bytes``; fields must be below 256."""
-    if UNIT == 4:
-        word = (word | word >> 8) & 0x0000FFFF0000FFFF
-        return (word | word >> 16).to(tl.uint32)
+def _spread(packed):
+    word = packed.to(tl.uint64)
+    word = (word | word << 16) & 0x0000FFFF0000FFFF
+    return (word | word << 8) & 0x00FF00FF00FF00FF
+
+
+@triton.jit
+def deinterleave(word, UNIT: tl.constexpr, PERMUTE: tl.constexpr):
+    """Low and high bytes of a lane's 16-bit elements."""
+    if UNIT == 1:
+        return word.to(tl.uint32) & 0xFF, word.to(tl.uint32) >> 8
+    elif PERMUTE:
+        first, last = word.to(tl.uint32), (word >> 32).to(tl.uint32)
+        return _permute(first, last, "0x6420"), _permute(first, last, "0x7531")
     else:
-        return word.to(tl.uint8)
+        return _gather(word), _gather(word >> 8)
 
 
 @triton.jit
-def spread_sign_mantissa(packed, UNIT: tl.constexpr):
-    """Sign-mantissa bytes of a lane to BF16 with exponent zero."""
-    if UNIT == 4:
-        word = packed.to(tl.uint64)
-        word = (word | word << 16) & 0x0000FFFF0000FFFF
-        return (
-            (word & 0x0000007F0000007F)
-            | ((word << 8) & 0x007F8000007F8000)
-            | ((word << 16) & 0x8000000080000000)
-        )
-    else:
-        word = packed.to(tl.uint32)
-        return (word & 0x7F) | ((word & 0x80) << 8)
+def _gather(word):
+    word = word & 0x00FF00FF00FF00FF
+    word = (word | word >> 8) & 0x0000FFFF0000FFFF
+    return (word | word >> 16).to(tl.uint32)
 
 
 @triton.jit
-def gather_sign_mantissa(word, UNIT: tl.constexpr):
-    """Sign-mantissa bytes of a lane of BF16."""
-    ONES: tl.constexpr = 0x0001000100010001 if UNIT == 4 else 1
-    return gather_bytes((word & (0x7F * ONES)) | ((word >> 8) & (0x80 * ONES)), UNIT)
+def join_bf16(sign_mantissa, exponent, UNIT: tl.constexpr, PERMUTE: tl.constexpr):
+    """BF16 elements of a lane from their bytes."""
+    high = (sign_mantissa & 0x80808080) | ((exponent >> 1) & 0x7F7F7F7F)
+    low = (sign_mantissa & 0x7F7F7F7F) | ((exponent << 7) & 0x80808080)
+    return interleave(low, high, UNIT, PERMUTE)
 
 
 @triton.jit
-def gather_flags(word, UNIT: tl.constexpr):
-    """One bit an element (uint32) that says whether its field, below 512, is not zero."""
-    ONES: tl.constexpr = 0x0001000100010001 if UNIT == 4 else 1
-    flags = ((word + 0x1FF * ONES) >> 9) & ONES
-    if UNIT == 4:
-        # field k at bit 16k moves to bit 48 + k
-        return (flags * 0x0001000200040008 >> 48).to(tl.uint32) & 15
-    else:
-        return flags
+def split_bf16(word, UNIT: tl.constexpr, PERMUTE: tl.constexpr):
+    """Sign-mantissa bytes and exponents of a lane."""
+    low, high = deinterleave(word, UNIT, PERMUTE)
+    exponent = ((high << 1) & 0xFEFEFEFE) | ((low >> 7) & 0x01010101)
+    return (high & 0x80808080) | (low & 0x7F7F7F7F), exponent & (0xFF if UNIT == 1 else 0xFFFFFFFF)
 
 
 @triton.jit
-def count_flags(flags, UNIT: tl.constexpr):
-    """Numbers of set bits of up to three sets of flags, 10 bits apart."""
-    if UNIT == 4:
-        LOWEST: tl.constexpr = 0x00100401
-        flags = flags - ((flags >> 1) & (5 * LOWEST))
-        flags = (flags & (3 * LOWEST)) + ((flags >> 2) & (3 * LOWEST))
-    return flags
+def subtract_bytes(left, right):
+    """``left - right`` modulo 256 in each byte."""
+    difference = (left | 0x80808080) - (right & 0x7F7F7F7F)
+    return difference ^ 0x80808080 ^ ((left ^ right) & 0x80808080)
+
+
+@triton.jit
+def is_nonzero(value):
+    """1 in each byte that is not zero."""
+    return ((((value & 0x7F7F7F7F) + 0x7F7F7F7F) | value) >> 7) & 0x01010101
+
+
+@triton.jit
+def flags_to_bits(flags):
+    """Bytes of 0 or 1 to the low four bits."""
+    return (flags * 0x10204080) >> 28
+
+
+@triton.jit
+def bits_to_flags(bits):
+    """The low four bits to bytes of 0 or 1."""
+    return (bits * 0x00204081) & 0x01010101
+
+
+@triton.jit
+def count_flags(flags):
+    return (flags * 0x01010101) >> 24

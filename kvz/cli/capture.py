@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
@@ -11,7 +10,6 @@ import click
 from kvz.cli import models, options
 from kvz.cli.progress import meter
 from kvz.cli.text import count, emit, emit_json, format_nbytes, printable
-from kvz.formats.errors import ConfigError, SourceError
 
 
 def _destination(ctx: click.Context, param: click.Parameter, value: str) -> str:
@@ -83,12 +81,11 @@ def command(
         raise click.UsageError("give the prompt with either --prompt or --prompt-file")
     options.check_streams(None, destination)
     options.check_writable_later(destination, overwrite)
-    text = prompt if prompt is not None else _read_prompt(str(prompt_file))
+    text = prompt if prompt is not None else models.read_text(str(prompt_file))
     loaded, tokenizer = models.load(model, dtype, device, gguf_file)
     start = time.perf_counter()
-    captured = _capture(
-        loaded, _token_ids(tokenizer, text, max_tokens), queries=queries, chunk_tokens=chunk_tokens
-    )
+    token_ids = models.token_ids(tokenizer, text)[:, :max_tokens]
+    captured = _capture(loaded, token_ids, queries=queries, chunk_tokens=chunk_tokens)
     seconds = time.perf_counter() - start
     captured.save(destination, overwrite=overwrite)
     document = {
@@ -104,26 +101,6 @@ def command(
         emit_json(document, to_stderr=to_stderr)
     else:
         emit(_line(document), to_stderr=to_stderr)
-
-
-def _read_prompt(path: str) -> str:
-    try:
-        if path == options.STANDARD_STREAM:
-            return sys.stdin.buffer.read().decode()
-        with open(path, "rb") as stream:
-            return stream.read().decode()
-    except UnicodeDecodeError as error:
-        name = "<stdin>" if path == options.STANDARD_STREAM else path
-        raise SourceError(f"{name}: is not UTF-8 text (byte {error.start})") from None
-
-
-def _token_ids(tokenizer: Any, text: str, max_tokens: int | None) -> Any:
-    """int64 ``[1, tokens]``."""
-    with models.quiet():
-        token_ids = tokenizer(text, return_tensors="pt").input_ids
-    if token_ids.numel() == 0:
-        raise ConfigError("the prompt has no tokens")
-    return token_ids[:, :max_tokens]
 
 
 def _capture(model: Any, token_ids: Any, *, queries: int, chunk_tokens: int) -> Any:

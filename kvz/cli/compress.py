@@ -91,6 +91,6 @@ def _line(report: CompressReport) -> str:
     destination = "<stdout>" if report.destination == "-" else report.destination
     return (
         f"{printable(destination)}: {sizes}, ratio {report.ratio:.3f}, "
-        f"{report.gb_per_s:.2f} GB/s, {report.codec}, "
+        f"{report.seconds:.2f} s, {report.gb_per_s:.2f} GB/s, {report.codec}, "
         f"{count(report.num_tensors, 'tensor')}{f', {others} by zstd' if others else ''}"
     )

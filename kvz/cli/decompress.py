@@ -73,6 +73,6 @@ def command(
     emit(
         f"{printable(destination)}: {count(report.num_tensors, 'tensor')}{skipped}, "
         f"{format_nbytes(report.restored_nbytes)} from {format_nbytes(report.read_nbytes)}, "
-        f"{report.gb_per_s:.2f} GB/s",
+        f"{report.seconds:.2f} s, {report.gb_per_s:.2f} GB/s",
         to_stderr=to_stderr,
     )

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import click
 
 from kvz.cli import models, options
-from kvz.cli.text import emit, emit_json
+from kvz.cli.text import emit, emit_json, printable
 from kvz.formats.errors import SourceError
+
+
+def _first_tokens(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """``:512``, or ``0:512``."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"0?:([0-9]+)", value.strip())
+    if match is None:
+        raise click.BadParameter(f"{value!r} must be :N, such as :512")
+    return int(match[1])
 
 
 @click.command()
@@ -18,7 +29,13 @@ from kvz.formats.errors import SourceError
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N"
 )
-@click.option("--force", is_flag=True, help="Accept a cache of another model.")
+@click.option(
+    "--tokens",
+    metavar=":N",
+    callback=_first_tokens,
+    help="Go on after the first N cached tokens; needs --prompt unless N is all of them.",
+)
+@click.option("--force", is_flag=True, help="Accept a cache of another model, with a warning.")
 @models.model_options
 @options.json_option
 def command(
@@ -26,6 +43,7 @@ def command(
     model: str,
     prompt: str | None,
     max_new_tokens: int,
+    tokens: int | None,
     force: bool,
     dtype: str,
     device: str,
@@ -44,22 +62,22 @@ def command(
     if not Path(file).is_file():  # before the model is loaded
         raise SourceError(f"{file}: no such file")
     loaded, tokenizer = models.load(model, dtype, device, gguf_file)
-    import kvz
+    from kvz.restoring import continue_from, restore
 
     with models.quiet():
         prompt_ids = None
         if prompt is not None:
             prompt_ids = tokenizer(prompt, add_special_tokens=False).input_ids
-        token_ids = kvz.generate_from(
-            file,
-            loaded,
-            max_new_tokens,
-            prompt_ids,
-            force=force,
-            stop_ids=models.stop_ids(loaded),
+        restored = restore(file, loaded, force=force, num_tokens=tokens)
+    for mismatch in restored.mismatches:
+        emit(f"kvz: warning: {printable(f'{file}: overridden: {mismatch}')}", to_stderr=True)
+    with models.quiet():
+        token_ids = continue_from(
+            restored, loaded, max_new_tokens, prompt_ids, stop_ids=models.stop_ids(loaded)
         )
         text = tokenizer.decode(token_ids, skip_special_tokens=True)
     if as_json:
-        emit_json({"text": text, "token_ids": token_ids})
+        overridden = [str(mismatch) for mismatch in restored.mismatches]
+        emit_json({"text": text, "token_ids": token_ids, "overridden": overridden})
     else:
         emit(text)

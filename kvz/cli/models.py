@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import click
+
+from kvz.cli.options import STANDARD_STREAM
+from kvz.formats.errors import ConfigError, SourceError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,6 +63,27 @@ def load(model: str, dtype: str, device: str, gguf_file: str | None) -> tuple[An
 
     with quiet():
         return load_model(model, dtype=dtype, device=device, gguf_file=gguf_file)
+
+
+def read_text(path: str) -> str:
+    """A text file, or standard input for ``-``. Raises SourceError when it is not UTF-8."""
+    try:
+        if path == STANDARD_STREAM:
+            return sys.stdin.buffer.read().decode()
+        with open(path, "rb") as stream:
+            return stream.read().decode()
+    except UnicodeDecodeError as error:
+        name = "<stdin>" if path == STANDARD_STREAM else path
+        raise SourceError(f"{name}: is not UTF-8 text (byte {error.start})") from None
+
+
+def token_ids(tokenizer: Any, text: str) -> Any:
+    """int64 ``[1, tokens]``. Raises ConfigError for a text without tokens."""
+    with quiet():
+        ids = tokenizer(text, return_tensors="pt").input_ids
+    if ids.numel() == 0:
+        raise ConfigError("the prompt has no tokens")
+    return ids
 
 
 def stop_ids(model: Any) -> list[int]:

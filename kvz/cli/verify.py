@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvz.cli import errors, options
+from kvz.cli import errors, models, options
 from kvz.cli.progress import meter, raw_nbytes
 from kvz.cli.text import count, emit, emit_json, format_nbytes, printable
 
@@ -17,48 +17,123 @@ from kvz.cli.text import count, emit, emit_json, format_nbytes, printable
     "files", metavar="FILE...", nargs=-1, required=True, type=click.Path(allow_dash=True)
 )
 @click.option("--against", metavar="CACHE", type=click.Path(), help="Capture to compare with.")
+@click.option("--model", help="Check that the cache is this model's: folder, hub name, or .gguf.")
+@click.option(
+    "--replay",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --model: compute the first N positions again and compare.",
+)
+@click.option(
+    "--prompt-file",
+    metavar="FILE",
+    type=click.Path(),
+    help="With --model: the prompt that the cache must be of.",
+)
+@models.model_options
 @options.threads_option
 @options.json_option
-def command(files: tuple[str, ...], against: str | None, threads: int | None, as_json: bool) -> int:
+def command(
+    files: tuple[str, ...],
+    against: str | None,
+    model: str | None,
+    replay: int | None,
+    prompt_file: str | None,
+    dtype: str,
+    device: str,
+    gguf_file: str | None,
+    threads: int | None,
+    as_json: bool,
+) -> int:
     """Check archives from the first byte to the last.
 
     Every checksum is verified and every chunk decoded; with --against every element and the
-    metadata are compared with a capture. All files are checked; the exit code is the highest of
-    theirs. - is standard input.
+    metadata are compared with a capture. With --model, config, RoPE, weights, dtype, tokens and
+    shard must be that model's; --replay also compares numbers: to the bit where the same kernels
+    run, else within rounding. All files are checked; the exit code is the highest of theirs. - is
+    standard input.
 
     \b
     Example:
-      kvz verify cache.kvz --against cache.safetensors
+      kvz verify cache.kvz --model ./model --replay 64
     """
     if files.count(options.STANDARD_STREAM) > 1:
         raise click.UsageError("standard input can be read only once")
+    if model is None and (replay is not None or prompt_file is not None):
+        raise click.UsageError("--replay and --prompt-file need --model")
+    if model is not None and options.STANDARD_STREAM in files:
+        raise click.UsageError("--model needs a file, standard input can be read only once")
+    judge = None
+    if model is not None:
+        text = None if prompt_file is None else models.read_text(prompt_file)
+        judge = _Judge(*models.load(model, dtype, device, gguf_file), text, replay or 0)
     results = []
     for path in files:
         options.check_streams(path, None)
-        result = _check(path, against, threads)
+        result = _check(path, against, threads, judge)
         results.append(result)
         if result["error"] is None and not as_json:
-            emit(_line(result))
+            for line in _lines(result):
+                emit(line)
     if as_json:
         emit_json({"ok": all(r["error"] is None for r in results), "files": results})
     return max(int(result["exit_code"]) for result in results)
 
 
-def _check(path: str, against: str | None, threads: int | None) -> dict[str, Any]:
+class _Judge:
+    """A model that says whether a cache is its own."""
+
+    def __init__(self, model: Any, tokenizer: Any, text: str | None, replay: int) -> None:
+        self._model = model
+        self._replay = replay
+        self._token_ids = None if text is None else models.token_ids(tokenizer, text)
+
+    def __call__(self, path: str) -> dict[str, Any]:
+        from kvz.replaying import verify_model
+
+        with models.quiet():
+            report = verify_model(path, self._model, replay=self._replay, input_ids=self._token_ids)
+        return {"model": "matches", "replay": None if report is None else asdict(report)}
+
+
+def _check(
+    path: str, against: str | None, threads: int | None, judge: _Judge | None
+) -> dict[str, Any]:
     import kvz
 
     try:
         with meter("verifying", raw_nbytes(path)) as progress:
             report = kvz.verify(path, against=against, threads=threads, progress=progress.advance)
+        judged = {} if judge is None else judge(path)
     except Exception as error:  # the other files are still to be checked
         code = errors.tell(error)
         return {"path": path, "error": errors.describe(error), "exit_code": code}
-    return {**asdict(report), "error": None, "exit_code": 0}
+    return {**asdict(report), **judged, "error": None, "exit_code": 0}
 
 
-def _line(result: dict[str, Any]) -> str:
+def _lines(result: dict[str, Any]) -> list[str]:
     compared = f", equal to {result['compared']}" if result["compared"] is not None else ""
-    return printable(
+    belongs = ", belongs to the model" if "model" in result else ""
+    first = printable(
         f"{result['path']}: ok, {count(result['num_tensors'], 'tensor')}, "
-        f"{count(result['num_sections'], 'section')}, {format_nbytes(result['nbytes'])}{compared}"
+        f"{count(result['num_sections'], 'section')}, {format_nbytes(result['nbytes'])}"
+        f"{compared}{belongs}"
     )
+    replay = result.get("replay")
+    return [first] if replay is None else [first, _replay_line(replay)]
+
+
+def _replay_line(replay: dict[str, Any]) -> str:
+    tensors = count(replay["num_tensors"], "tensor")
+    line = f"replayed {count(replay['num_positions'], 'position')}: {tensors} compared, "
+    if replay["num_exact"] == replay["num_tensors"]:
+        line += "all equal to the bit"
+    else:
+        line += (
+            f"{replay['num_exact']} equal to the bit, others within rounding (largest difference "
+            f"{replay['largest_difference']:.2g} in {replay['where']}, "
+            f"bound {replay['bound']:.2g}): other kernels than at capture"
+        )
+    if replay["skipped"]:
+        line += f"; {count(len(replay['skipped']), 'layer')} not comparable"
+    return line

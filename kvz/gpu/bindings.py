@@ -1,0 +1,266 @@
+"""Codecs on the device: what their launchers need, from a chunk's shape and codebook.
+
+The counterpart of :mod:`kvz.codecs` for chunks in device memory. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvz.codecs.base import Shape
+from kvz.codecs import codec_from_options
+from kvz.formats.codecs import gaac as gaac_layout
+from kvz.formats.codecs import splitzip as splitzip_layout
+from kvz.formats.codecs.gaac import GaacConfig, Geometry
+from kvz.formats.codecs.spans import check_fits
+from kvz.formats.errors import ConfigError
+from kvz.kernels.gpu import gaac, splitzip
+from kvz.kernels.gpu.chunks import Batch, ChunkPlace
+from kvz.kernels.gpu.payload_ends import payload_ends
+
+#: GAAC's kernels hold all channels of a tile in one program.
+MAX_GAAC_INNER = 1023
+#: A chunk's elements are counted in 32 bits.
+MAX_CHUNK_ELEMENTS = (1 << 31) - 1
+_FIRST_STREAM_FIELD = 7
+
+
+class ChunkMemory(NamedTuple):
+    """Addresses of a chunk ``[outer, tokens, inner]`` in device memory.
+
+    ``outer_stride``: elements from one outer index to the next. ``payload_nbytes`` is read by
+    decoders only.
+    """
+
+    shape: Shape
+    data: int
+    outer_stride: int
+    payload: int
+    codebook: int
+    payload_nbytes: int = 0
+
+
+class Workspace(NamedTuple):
+    """What encoding needs besides its in- and outputs.
+
+    ``scratch`` uint8[scratch_nbytes], ``sizes`` int32[programs], ``totals`` int32[chunks].
+    """
+
+    scratch: torch.Tensor
+    sizes: torch.Tensor
+    totals: torch.Tensor
+
+    @classmethod
+    def empty(cls, batch: Batch, scratch_nbytes: int, device: torch.device) -> Workspace:
+        return cls(
+            torch.empty(scratch_nbytes, dtype=torch.uint8, device=device),
+            torch.empty(batch.total_programs, dtype=torch.int32, device=device),
+            torch.empty(batch.chunks.shape[0], dtype=torch.int32, device=device),
+        )
+
+
+class DeviceBinding(Protocol):
+    """One codec configuration. A *group* is what all chunks of one launch have in common."""
+
+    @property
+    def last_nbytes_field(self) -> int:
+        """Column of a chunk's row in which decoders find a length that is not fixed."""
+        ...
+
+    def check_shape(self, shape: Shape) -> None:
+        """Raises ConfigError for chunks that the kernels cannot take."""
+        ...
+
+    def max_payload_nbytes(self, shape: Shape) -> int: ...
+
+    def fixed_nbytes(self, shape: Shape) -> int:
+        """Bytes before what ``last_nbytes_field`` counts."""
+        ...
+
+    def group(self, shape: Shape, prepared: NDArray[np.uint8]) -> Hashable: ...
+
+    def place(self, memory: ChunkMemory) -> ChunkPlace: ...
+
+    def scratch_nbytes(self, batch: Batch, group: Any) -> int: ...
+
+    def encode(
+        self, batch: Batch, work: Workspace, lengths: torch.Tensor, group: Any
+    ) -> None:
+        """Payloads, and their lengths to int64[chunks]. Gaps between streams are not touched."""
+        ...
+
+    def check_payload(self, shape: Shape, payload_nbytes: int) -> None:
+        """Raises InvalidField when a payload is shorter than its shape requires."""
+        ...
+
+    def decode(self, batch: Batch, status: torch.Tensor, group: Any) -> None:
+        """``status`` int32[chunks], zero before, becomes 1 for payloads that contradict themselves."""
+        ...
+
+
+class GaacBinding:
+    """Groups along tokens."""
+
+    #: Streams before it: low, plane2, tags, offsets, escapes.
+    last_nbytes_field = _FIRST_STREAM_FIELD + 5
+
+    def __init__(self, config: GaacConfig) -> None:
+        if config.channel_axis:
+            raise ConfigError("codec gaac with axis=channel has no GPU kernels; use device cpu")
+        self._config = config
+
+    def check_shape(self, shape: Shape) -> None:
+        _check_len(shape)
+        if shape[2] > MAX_GAAC_INNER:
+            raise ConfigError(
+                f"codec gaac: the GPU kernels take up to {MAX_GAAC_INNER} channels, "
+                f"not {shape[2]}; use device cpu"
+            )
+
+    def max_payload_nbytes(self, shape: Shape) -> int:
+        return gaac_layout.max_payload_nbytes(shape, self._config)
+
+    def fixed_nbytes(self, shape: Shape) -> int:
+        return self._streams(shape)[-1]
+
+    def group(self, shape: Shape, prepared: NDArray[np.uint8]) -> int:
+        return shape[2]
+
+    def place(self, memory: ChunkMemory) -> ChunkPlace:
+        outer, tokens, _ = memory.shape
+        streams = self._streams(memory.shape)
+        return ChunkPlace(
+            data=memory.data,
+            outer_stride=memory.outer_stride,
+            tokens=tokens,
+            outer=outer,
+            payload=memory.payload,
+            codebook=memory.codebook,
+            num_programs=Geometry.of(memory.shape, self._config).num_blocks,
+            streams=streams,
+            last_nbytes=memory.payload_nbytes - streams[-1],
+        )
+
+    def _streams(self, shape: Shape) -> list[int]:
+        spans = gaac_layout.streams(shape, self._config, self.max_payload_nbytes(shape))
+        return [span.offset for span in spans[1:]]
+
+    def _options(self, inner: int) -> dict[str, Any]:
+        block_tiles = Geometry.of((1, 1, inner), self._config).block_tiles
+        return {"inner": inner, "block_tiles": block_tiles}
+
+    def scratch_nbytes(self, batch: Batch, group: Any) -> int:
+        return gaac.scratch_nbytes(batch, **self._options(group))
+
+    def encode(self, batch: Batch, work: Workspace, lengths: torch.Tensor, group: Any) -> None:
+        gaac.encode(batch, *work, narrow=self._config.narrow, **self._options(group))
+        last_field = self.last_nbytes_field - 1
+        payload_ends(batch, work.totals, lengths, last_field=last_field, paired=False)
+
+    def check_payload(self, shape: Shape, payload_nbytes: int) -> None:
+        gaac_layout.streams(shape, self._config, payload_nbytes)
+
+    def decode(self, batch: Batch, status: torch.Tensor, group: Any) -> None:
+        gaac.decode(batch, status, narrow=self._config.narrow, **self._options(group))
+
+
+class SplitzipBinding:
+    """Groups are ``(inner, whether every codebook is 16 consecutive exponents)``."""
+
+    #: Streams before it: codes, offsets, positions.
+    last_nbytes_field = _FIRST_STREAM_FIELD + 3
+
+    def check_shape(self, shape: Shape) -> None:
+        _check_len(shape)
+
+    def max_payload_nbytes(self, shape: Shape) -> int:
+        return splitzip_layout.max_payload_nbytes(math.prod(shape))
+
+    def fixed_nbytes(self, shape: Shape) -> int:
+        return 0
+
+    def group(self, shape: Shape, prepared: NDArray[np.uint8]) -> tuple[int, bool]:
+        is_run = int(prepared[-1]) - int(prepared[0]) == splitzip_layout.CODEBOOK_SIZE - 1
+        return shape[2], is_run
+
+    def place(self, memory: ChunkMemory) -> ChunkPlace:
+        outer, tokens, inner = memory.shape
+        num_elements = outer * tokens * inner
+        _, codes, offsets = splitzip_layout.fixed_streams(num_elements)
+        positions, _ = splitzip_layout.escape_streams(num_elements, 0)
+        return ChunkPlace(
+            data=memory.data,
+            outer_stride=memory.outer_stride,
+            tokens=tokens * inner,
+            outer=outer,
+            payload=memory.payload,
+            codebook=memory.codebook,
+            num_programs=-(-num_elements // splitzip_layout.BLOCK_LEN),
+            streams=[codes.offset, offsets.offset, positions.offset],
+            last_nbytes=memory.payload_nbytes,
+        )
+
+    def scratch_nbytes(self, batch: Batch, group: Any) -> int:
+        return splitzip.scratch_nbytes(batch)
+
+    def encode(self, batch: Batch, work: Workspace, lengths: torch.Tensor, group: Any) -> None:
+        splitzip.encode(batch, *work, **self._options(group))
+        last_field = self.last_nbytes_field - 1
+        payload_ends(batch, work.totals, lengths, last_field=last_field, paired=True)
+
+    def check_payload(self, shape: Shape, payload_nbytes: int) -> None:
+        check_fits(splitzip_layout.escape_streams(math.prod(shape), 0), payload_nbytes)
+
+    def decode(self, batch: Batch, status: torch.Tensor, group: Any) -> None:
+        splitzip.decode(batch, status, **self._options(group))
+
+    @staticmethod
+    def _options(group: tuple[int, bool]) -> dict[str, Any]:
+        inner, is_run = group
+        return {"inner": inner, "run": is_run, "block_len": splitzip_layout.BLOCK_LEN}
+
+
+def _check_len(shape: Shape) -> None:
+    if math.prod(shape) > MAX_CHUNK_ELEMENTS:
+        raise ConfigError(
+            f"a chunk of {math.prod(shape)} elements exceeds {MAX_CHUNK_ELEMENTS}; "
+            "choose smaller chunk_tokens"
+        )
+
+
+def find_binding(codec: str, config: Mapping[str, Any]) -> DeviceBinding | None:
+    """The binding for a codec as an archive's head names it; None without GPU kernels.
+
+    Raises ConfigError for a configuration without GPU kernels, InvalidField for one that is wrong.
+    """
+    if codec == "gaac":
+        return GaacBinding(GaacConfig.from_dict(config))
+    if codec == "splitzip":
+        return SplitzipBinding()
+    return None
+
+
+def require_binding(codec: str, config: Mapping[str, Any]) -> DeviceBinding:
+    """As :func:`find_binding`. Raises ConfigError."""
+    binding = find_binding(codec, config)
+    if binding is None:
+        raise ConfigError(f"codec {codec} has no GPU kernels; use gaac or splitzip, or device cpu")
+    return binding
+
+
+def binding_from_options(codec: str, options: Mapping[str, str] | None) -> DeviceBinding:
+    """The binding for options as on the command line. Raises UnknownCodec or ConfigError."""
+    return require_binding(codec, codec_from_options(codec, options or {}).config_dict())
+
+
+def make_batch(
+    binding: DeviceBinding, memories: Sequence[ChunkMemory], device: torch.device
+) -> Batch:
+    """The tables of one launch, on the device."""
+    return Batch.of([binding.place(memory) for memory in memories], device)

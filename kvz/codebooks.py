@@ -40,20 +40,26 @@ _SAMPLE_TOKENS = 512
 _RUN_TOKENS = 64
 
 
+def sample_starts(num_tokens: int) -> tuple[list[int], int]:
+    """First tokens and length of the runs that a codebook is calibrated on."""
+    if num_tokens <= _SAMPLE_TOKENS:
+        return [0], num_tokens
+    starts = np.linspace(0, num_tokens - _RUN_TOKENS, _SAMPLE_TOKENS // _RUN_TOKENS)
+    return starts.astype(int).tolist(), _RUN_TOKENS
+
+
 def read_sample(reader: TensorReader, entry: TensorEntry) -> NDArray[Any]:
     """The tokens that a codebook is calibrated on: ``[outer, n, inner]``."""
     outer, tokens, inner = entry.view_shape
-    dtype = f"u{entry.itemsize}"
-    if tokens <= _SAMPLE_TOKENS:
-        out = np.empty((outer, tokens, inner), dtype)
-        reader.read(0, out)
-        return out
-    starts = np.linspace(0, tokens - _RUN_TOKENS, _SAMPLE_TOKENS // _RUN_TOKENS).astype(int)
-    sample = np.empty((outer, starts.size * _RUN_TOKENS, inner), dtype)
-    run = np.empty((outer, _RUN_TOKENS, inner), dtype)
-    for i, start in enumerate(starts.tolist()):
+    starts, length = sample_starts(tokens)
+    sample = np.empty((outer, len(starts) * length, inner), f"u{entry.itemsize}")
+    if len(starts) == 1:
+        reader.read(0, sample)
+        return sample
+    run = np.empty((outer, length, inner), sample.dtype)
+    for i, start in enumerate(starts):
         reader.read(start, run)
-        sample[:, i * _RUN_TOKENS : (i + 1) * _RUN_TOKENS] = run
+        sample[:, i * length : (i + 1) * length] = run
     return sample
 
 

@@ -67,7 +67,7 @@ def read_prompt(
     """
     facts = document["tokens"]
     shape = (facts.get("batch"), facts.get("count"))
-    tensors = {name: _read(source, name) for name in ("input_ids", "attention_mask")}
+    tensors = {name: read_tensor(source, name) for name in ("input_ids", "attention_mask")}
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != shape or tensor.dtype != torch.int64:
             raise InvalidField(
@@ -82,7 +82,7 @@ def read_prompt(
     if expected_ids is not None:
         _check_prompt(tensors["input_ids"], expected_ids.cpu().long())
     has_logits = "next_token_logits" in source.tensor_names
-    logits = _read(source, "next_token_logits") if has_logits else None
+    logits = read_tensor(source, "next_token_logits") if has_logits else None
     if logits is not None and (logits.ndim != 2 or len(logits) != shape[0]):
         raise InvalidField(f"next_token_logits has shape {list(logits.shape)}, not [batch, vocab]")
     return Prompt(tensors["input_ids"], tensors["attention_mask"], logits)
@@ -128,7 +128,7 @@ def read_states(
     for name, (layer_idx, part) in names.items():
         if name not in source.tensor_names:
             raise IdentityMismatch(f"tensor {name} is missing: file none, metadata has it")
-        tensor = _read(source, name)
+        tensor = read_tensor(source, name)
         check_tensor(name, part, tensor, layers[layer_idx], dtype, batch)
         states[layer_idx][part] = tensor
     for layer_idx, state in enumerate(states):
@@ -145,7 +145,8 @@ def _check_same_heads(prefix: str, state: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def _read(source: CacheSource, name: str) -> torch.Tensor:
+def read_tensor(source: CacheSource, name: str) -> torch.Tensor:
+    """A tensor of a source with its dtype. Raises InvalidField when it has none or is absent."""
     if name not in source.tensor_names:
         raise InvalidField(f"tensor {name} is missing")
     if source.dtype(name) not in TORCH_DTYPES:

@@ -13,13 +13,8 @@ from kvz.formats.codecs import gaac as layout
 from kvz.formats.codecs.gaac import GaacConfig, Geometry
 from kvz.formats.codecs.spans import Span, clear_gaps
 from kvz.formats.errors import InvalidField
-from kvz.kernels.cpu import calibration
-from kvz.kernels.cpu import gaac as kernels
 
-#: Up to this many tokens a codebook per channel can cost more than it saves: both kinds are tried.
-#: Beyond, it costs less than 1.4 % and saves more on every capture that was measured.
-_SMALL_TENSOR_TOKENS = 160
-
+# kernels are imported where they run: configuration and codebooks do without numba
 
 def _parse_windows(text: str) -> tuple[int, ...]:
     """``3/4`` or ``2/3/4``; a final ``/raw`` is allowed."""
@@ -36,6 +31,9 @@ class GaacCodec:
     name = "gaac"
     needs_codebook = True
     OPTIONS: ClassVar[dict[str, Any]] = {"windows": _parse_windows, "axis": str}
+    #: Up to this many tokens a codebook per channel can cost more than it saves: both kinds are
+    #: tried. Beyond, it costs less than 1.4 % and saves more on every capture that was measured.
+    SMALL_TENSOR_TOKENS = 160
 
     def __init__(self, config: GaacConfig | None = None) -> None:
         self.config = config or GaacConfig()
@@ -55,15 +53,19 @@ class GaacCodec:
         return dtype == "BF16" and token_axis is not None
 
     def calibrate(self, sample: Chunk, num_tokens: int) -> bytes:
+        from kvz.kernels.cpu import calibration
+
         counts = calibration.exponent_histogram(sample)
         per_channel = self._codebook(counts)
-        if num_tokens > _SMALL_TENSOR_TOKENS or not sample.size:
+        if num_tokens > self.SMALL_TENSOR_TOKENS or not sample.size:
             return per_channel
         per_head = self._codebook(counts.sum(axis=1, keepdims=True, dtype=np.uint32))
         candidates = (per_head, per_channel)
         return min(candidates, key=lambda book: len(book) + self._encoded_nbytes(sample, book))
 
     def _codebook(self, counts: NDArray[np.uint32]) -> bytes:
+        from kvz.kernels.cpu import calibration
+
         return layout.build_codebook(calibration.window_bases(counts), self.config)
 
     def _encoded_nbytes(self, sample: Chunk, codebook: bytes) -> int:
@@ -75,9 +77,13 @@ class GaacCodec:
         return layout.parse_codebook(codebook, self.config, outer, inner)
 
     def buffer_nbytes(self, shape: Shape, itemsize: int) -> int:
+        from kvz.kernels.cpu import gaac as kernels
+
         return layout.max_payload_nbytes(shape, self.config) + kernels.STORE_SLACK
 
     def encode(self, chunk: Chunk, bases: U8, buffer: U8) -> int:
+        from kvz.kernels.cpu import gaac as kernels
+
         spans = layout.streams(chunk.shape, self.config, buffer.size)
         arrays = self._arrays(buffer, spans)
         num_escapes = kernels.encode(
@@ -92,6 +98,8 @@ class GaacCodec:
         return spans[-1].offset + num_escapes
 
     def decode(self, payload: U8, bases: U8, out: Chunk) -> None:
+        from kvz.kernels.cpu import gaac as kernels
+
         arrays = self._arrays(payload, layout.streams(out.shape, self.config, payload.size))
         status = kernels.decode(
             **arrays,

@@ -13,8 +13,8 @@ from kvz.formats.codecs import splitzip as layout
 from kvz.formats.codecs.spans import clear_gaps
 from kvz.formats.codecs.splitzip import SplitzipConfig
 from kvz.formats.errors import InvalidField
-from kvz.kernels.cpu import calibration
-from kvz.kernels.cpu import splitzip as kernels
+
+# kernels are imported where they run: configuration and codebooks do without numba
 
 
 class SplitzipCodec:
@@ -42,6 +42,8 @@ class SplitzipCodec:
         return dtype == "BF16"
 
     def calibrate(self, sample: Chunk, num_tokens: int) -> bytes:
+        from kvz.kernels.cpu import calibration
+
         counts = calibration.exponent_histogram(sample).sum(axis=(0, 1), dtype=np.int64)
         return calibration.frequent_exponents(counts, layout.CODEBOOK_SIZE).tobytes()
 
@@ -52,6 +54,8 @@ class SplitzipCodec:
         return layout.max_payload_nbytes(int(np.prod(shape)))
 
     def encode(self, chunk: Chunk, codebook: U8, buffer: U8) -> int:
+        from kvz.kernels.cpu import splitzip as kernels
+
         # escapes go where they lie if every element is one, then move up to their real place
         positions, exponents = (
             buffer[span.offset : span.end] for span in layout.escape_streams(chunk.size, chunk.size)
@@ -74,6 +78,8 @@ class SplitzipCodec:
         return final[-1].end
 
     def decode(self, payload: U8, codebook: U8, out: Chunk) -> None:
+        from kvz.kernels.cpu import splitzip as kernels
+
         num_escapes = layout.read_num_escapes(payload, out.size)
         spans = layout.streams(out.size, num_escapes, payload.size)
         streams: list[NDArray[Any]] = [payload[span.offset : span.end] for span in spans]

@@ -15,6 +15,10 @@ from kvz.formats.errors import DamagedFile, InvalidField
 from kvz.formats.ids import SIGNED_FLOATS
 from kvz.kernels.reference.planes import join, split
 
+_PROBE_NBYTES = 64 << 10
+#: A plane whose beginning keeps more than this share of its size is stored as it is.
+_PROBE_LIMIT = 0.98
+
 
 class ZstdCodec:
     """Lossless for every dtype."""
@@ -61,9 +65,8 @@ class ZstdCodec:
         words = buffer[: LENGTH_NBYTES * len(planes)].view("<u4")
         position = words.nbytes
         for i, plane in enumerate(planes):
-            packed = np.frombuffer(compressor.compress(memoryview(plane)), np.uint8)
-            stored = packed.size >= plane.size
-            payload = plane if stored else packed
+            payload = _compress_plane(compressor, plane)
+            stored = payload is plane
             words[i] = payload.size | (STORED_FLAG if stored else 0)
             buffer[position : position + payload.size] = payload
             position += payload.size
@@ -80,6 +83,20 @@ class ZstdCodec:
             joined = np.empty(out.size, out.dtype)
             join(planes, joined, rotate)
             np.copyto(out, joined.reshape(out.shape))
+
+
+def _compress_plane(compressor: zstandard.ZstdCompressor, plane: U8) -> U8:
+    """The plane as a zstd frame, or the plane itself where that is not larger.
+
+    A long plane is given up after its beginning: mantissas do not compress, and trying costs most
+    of the time.
+    """
+    if plane.size > 2 * _PROBE_NBYTES:
+        probe = compressor.compress(memoryview(plane[:_PROBE_NBYTES]))
+        if len(probe) > _PROBE_LIMIT * _PROBE_NBYTES:
+            return plane
+    packed = np.frombuffer(compressor.compress(memoryview(plane)), np.uint8)
+    return plane if packed.size >= plane.size else packed
 
 
 def _plane(data: U8, stored: bool, length: int) -> U8:

@@ -19,6 +19,7 @@ from kvz.formats.codecs import gaac as gaac_layout
 from kvz.formats.codecs import splitzip as splitzip_layout
 from kvz.formats.codecs.gaac import GaacConfig, Geometry
 from kvz.formats.codecs.spans import check_fits
+from kvz.formats.codecs.splitzip import SplitzipConfig
 from kvz.formats.errors import ConfigError
 from kvz.kernels.gpu import gaac, splitzip
 from kvz.kernels.gpu.chunks import Batch, ChunkPlace
@@ -242,6 +243,7 @@ def find_binding(codec: str, config: Mapping[str, Any]) -> DeviceBinding | None:
     if codec == "gaac":
         return GaacBinding(GaacConfig.from_dict(config))
     if codec == "splitzip":
+        SplitzipConfig.from_dict(config)
         return SplitzipBinding()
     return None
 

@@ -163,15 +163,21 @@ class Archive:
 
     def read_payload(self, row: int) -> NDArray[np.uint8]:
         """The payload of a section, its checksum verified. Raises ChecksumMismatch."""
+        payload = np.empty(int(self.index["length"][row]), np.uint8)
+        self._read_into(row, payload)
+        self._check_payload(row, payload)
+        return payload
+
+    def _read_into(self, row: int, out: NDArray[np.uint8]) -> None:
+        self._file.read_into(int(self.index["offset"][row]), out)
+
+    def _check_payload(self, row: int, payload: NDArray[np.uint8]) -> None:
         section = self.index[row]
-        payload = np.empty(int(section["length"]), np.uint8)
-        self._file.read_into(int(section["offset"]), payload)
         if container.checksum(payload) != int(section["checksum"]):
             name = section_name(
                 self.head, int(section["kind"]), int(section["tensor"]), int(section["chunk"])
             )
             raise ChecksumMismatch(f"{name}: checksum does not match: the file is damaged")
-        return payload
 
     def prepared(self, tensor: int) -> Any:
         """What decoding a tensor's chunks needs; its codebook is read once."""
@@ -186,18 +192,34 @@ class Archive:
     def read_chunk(self, tensor: int, chunk: int, out: NDArray[Any]) -> None:
         """Decode one chunk into ``out [outer, n, inner]``. Raises DamagedFile."""
         with naming(self.name):
-            row = int(self._chunk_rows[self._first_chunk_rows[tensor] + chunk])
+            row = self._chunk_row(tensor, chunk)
             kind = SectionKind(int(self.index["kind"][row]))
             prepared = None if kind is SectionKind.RAW else self.prepared(tensor)
             entry = self.head.tensors[tensor]
             self.decoder.decode(kind, entry, chunk, self.read_payload(row), prepared, out)
+
+    def _chunk_row(self, tensor: int, chunk: int) -> int:
+        return int(self._chunk_rows[self._first_chunk_rows[tensor] + chunk])
 
     def chunks(self, wanted: Wanted) -> Iterator[EncodedChunk]:
         """The wanted chunks in file order; each is read when it is decoded."""
         for index, entry in enumerate(self.head.tensors):
             for chunk in range(entry.num_chunks):
                 if wanted(index, chunk):
-                    yield EncodedChunk(index, chunk, partial(self.read_chunk, index, chunk))
+                    yield self._encoded_chunk(index, chunk)
+
+    def _encoded_chunk(self, tensor: int, chunk: int) -> EncodedChunk:
+        row = self._chunk_row(tensor, chunk)
+        return EncodedChunk(
+            tensor=tensor,
+            chunk=chunk,
+            kind=SectionKind(int(self.index["kind"][row])),
+            payload_nbytes=int(self.index["length"][row]),
+            decode=partial(self.read_chunk, tensor, chunk),
+            read=partial(self._read_into, row),
+            check=partial(self._check_payload, row),
+            prepared=partial(self.prepared, tensor),
+        )
 
     @property
     def nbytes(self) -> int:

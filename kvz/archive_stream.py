@@ -54,19 +54,22 @@ class ArchiveStream:
             elif wanted(frame.tensor, frame.chunk):
                 if frame.kind is not SectionKind.RAW and prepared[0] != frame.tensor:
                     prepared = (frame.tensor, self.decoder.prepare(entry, None))
-                decode = partial(self._decode, frame.kind, entry, frame.chunk, payload, prepared[1])
-                yield EncodedChunk(frame.tensor, frame.chunk, decode)
+                yield self._encoded_chunk(frame, entry, payload, prepared[1])
 
-    def _decode(
-        self,
-        kind: SectionKind,
-        entry: TensorEntry,
-        chunk: int,
-        payload: NDArray[np.uint8],
-        prepared: Any,
-        out: NDArray[Any],
-    ) -> None:
-        self.decoder.decode(kind, entry, chunk, payload, prepared, out)
+    def _encoded_chunk(
+        self, frame: Frame, entry: TensorEntry, payload: NDArray[np.uint8], prepared: Any
+    ) -> EncodedChunk:
+        decode = self.decoder.decode
+        return EncodedChunk(
+            tensor=frame.tensor,
+            chunk=frame.chunk,
+            kind=frame.kind,
+            payload_nbytes=payload.size,
+            decode=partial(decode, frame.kind, entry, frame.chunk, payload, prepared),
+            read=lambda out: np.copyto(out, payload),
+            check=lambda payload: None,  # was checked as it arrived
+            prepared=lambda: prepared,
+        )
 
     def _sections(self) -> Iterator[tuple[Frame, NDArray[np.uint8]]]:
         entries = []

@@ -13,11 +13,11 @@ import numpy as np
 from kvz.codebooks import CodebookFile, TensorCodebook, read_sample
 from kvz.codecs import DEFAULT_CODEC, codec_from_options
 from kvz.codecs.base import Codec
-from kvz.compressing import plan
 from kvz.files import naming, same_file
 from kvz.formats.errors import ConfigError, ContentMismatch
 from kvz.formats.head import TensorEntry
 from kvz.layout import Layout
+from kvz.planning import plan
 from kvz.safetensors_io import SafetensorsFile
 
 

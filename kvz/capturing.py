@@ -18,7 +18,7 @@ from kvz.attention_recorder import AttentionRecorder, attention_facts
 from kvz.capture_metadata import LayerRecord, encode_metadata, pack_layers
 from kvz.formats.errors import ConfigError, UnsupportedCache
 from kvz.identity import dtype_name, model_identity, token_hash
-from kvz.layers.containers import CacheContents, layer_prefix, read_cache
+from kvz.layers.containers import CacheContents, read_cache, tensor_name
 from kvz.layers.table import IN_PLACE_KINDS, ONE_PASS_KINDS
 from kvz.torch_dtypes import describe_tensor
 
@@ -224,11 +224,10 @@ def _layer_tensors(
 ) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for layer_idx, parts in enumerate(contents.tensors):
-        prefix = layer_prefix(contents.container, layer_idx)
         layer = contents.layers[layer_idx]
         for part, tensor in parts.items():
             kept = tensor.clone() if layer.kind in IN_PLACE_KINDS else tensor
-            tensors[f"{prefix}.{part}"] = kept.cpu().contiguous()
+            tensors[tensor_name(contents.container, layer_idx, part)] = kept.cpu().contiguous()
         if recorder is not None and layer.num_tokens:
             tensors.update(recorder.layer_tensors(layer_idx))
     return tensors

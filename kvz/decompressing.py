@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,14 +14,16 @@ from numpy.typing import NDArray
 
 from kvz.archive import Archive, token_range
 from kvz.archive_stream import ArchiveStream
+from kvz.chunk_decoding import decode_chunks, gpu_decoder
 from kvz.compressing import Progress
+from kvz.devices import DEFAULT_DEVICE
 from kvz.files import STANDARD_STREAM, OutputFile, atomic_output, naming, same_file
 from kvz.formats.errors import ConfigError
 from kvz.formats.head import Head, TensorEntry
 from kvz.formats.safetensors import build_header
 from kvz.layout import is_key_or_value, layer_index
 from kvz.sections import EncodedChunk
-from kvz.workers import BufferPool, run_ordered, thread_count
+from kvz.workers import thread_count
 
 #: Key that marks the metadata of a file that holds only a part of a cache.
 SELECTION_KEY = "kvz.selection"
@@ -31,7 +31,10 @@ SELECTION_KEY = "kvz.selection"
 
 @dataclass(frozen=True, slots=True)
 class DecompressReport:
-    """What :func:`decompress` did. Sizes in bytes; ``read_nbytes`` of the archive."""
+    """What :func:`decompress` did. Sizes in bytes; ``read_nbytes`` of the archive.
+
+    ``stages``: with a GPU, the seconds that each stage was busy (:mod:`kvz.gpu.stages`).
+    """
 
     source: str
     destination: str
@@ -40,6 +43,8 @@ class DecompressReport:
     restored_nbytes: int
     read_nbytes: int
     seconds: float
+    device: str = "cpu"
+    stages: dict[str, float] | None = None
 
     @property
     def gb_per_s(self) -> float:
@@ -157,35 +162,21 @@ def _header(head: Head, targets: list[_Target], selection: str) -> tuple[bytes, 
 
 
 class _Restorer:
-    """Decodes chunks and hands them to the output."""
+    """Hands decoded chunks to the output."""
 
     def __init__(self, targets: list[_Target], output: _Output) -> None:
         self._targets = {target.index: target for target in targets}
         self._output = output
-        self._buffers = BufferPool()
 
     def wants(self, tensor: int, chunk: int) -> bool:
         target = self._targets.get(tensor)
         return target is not None and chunk in target.chunks
 
-    def jobs(
-        self, chunks: Iterator[EncodedChunk]
-    ) -> Iterator[Callable[[], tuple[int, _Target | None]]]:
-        """Each job returns the raw bytes it decoded, and its target if that is now complete."""
-        for chunk in chunks:
-            yield partial(self._run, chunk)
-
-    def _run(self, encoded: EncodedChunk) -> tuple[int, _Target | None]:
-        target, chunk = self._targets[encoded.tensor], encoded.chunk
-        entry = target.entry
-        shape = entry.chunk_shape(chunk)
-        nbytes = math.prod(shape) * entry.itemsize
-        buffer = self._buffers.take(nbytes)
-        decoded = buffer[:nbytes].view(f"u{entry.itemsize}").reshape(shape)
-        encoded.decode(decoded)
-        self._output.put(target, entry.chunk_range(chunk)[0], decoded)
-        self._buffers.give(buffer)
-        return nbytes, target if chunk == target.chunks[-1] else None
+    def put(self, encoded: EncodedChunk, decoded: NDArray[Any]) -> tuple[int, _Target | None]:
+        """Returns the raw bytes, and the chunk's target if that is now complete."""
+        target = self._targets[encoded.tensor]
+        self._output.put(target, target.entry.chunk_range(encoded.chunk)[0], decoded)
+        return decoded.nbytes, target if encoded.chunk == target.chunks[-1] else None
 
 
 def decompress(
@@ -194,6 +185,7 @@ def decompress(
     *,
     layers: Collection[int] | None = None,
     tokens: slice | None = None,
+    device: str = DEFAULT_DEVICE,
     threads: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -202,9 +194,11 @@ def decompress(
 
     With ``layers`` or ``tokens`` (a range with step 1 over the stored tokens) only the key and
     value tensors of these layers and tokens are read and written, and the metadata of the result
-    says so. The file appears when everything was decoded and every checksum held.
+    says so. ``device``: ``cuda`` or ``cuda:N`` decodes on a GPU; ``auto`` and ``cpu`` do not. The
+    file appears when everything was decoded and every checksum held.
 
-    Raises what :class:`kvz.archive.Archive` raises, and ConfigError for a selection out of range.
+    Raises what :class:`kvz.archive.Archive` raises, and ConfigError for a selection out of range
+    or a device that cannot be used.
     """
     start = time.perf_counter()
     if same_file(source, destination):
@@ -214,6 +208,7 @@ def decompress(
     with naming(name):
         archive = ArchiveStream(sys.stdin.buffer) if piped else Archive(source)
         targets = _select(archive.head, layers, tokens)
+        gpu = gpu_decoder(device, archive.head)
     prefix, targets = _header(archive.head, targets, _describe(layers, tokens))
     with atomic_output(destination, overwrite=overwrite) as stream, naming(name):
         stream.write(prefix)
@@ -221,9 +216,15 @@ def decompress(
         to_file = os.fspath(destination) != STANDARD_STREAM
         output: _Output = _FileOutput(stream) if to_file else _StreamOutput(stream)
         restorer = _Restorer(targets, output)
-        jobs = restorer.jobs(archive.chunks(restorer.wants))
+        done = decode_chunks(
+            archive.chunks(restorer.wants),
+            archive.head,
+            restorer.put,
+            threads=thread_count(threads),
+            gpu=gpu,
+        )
         restored = 0
-        for nbytes, ended in run_ordered(jobs, thread_count(threads)):
+        for nbytes, ended in done:
             restored += nbytes
             if ended is not None:
                 output.end(ended)
@@ -239,6 +240,8 @@ def decompress(
         restored_nbytes=restored,
         read_nbytes=archive.nbytes_read,
         seconds=time.perf_counter() - start,
+        device="cpu" if gpu is None else gpu.name,
+        stages=None if gpu is None else gpu.stages.seconds(),
     )
 
 

@@ -24,6 +24,8 @@ RecordFn = Callable[[Any, "torch.Tensor", "torch.Tensor", float, "float | None"]
 
 _CACHE_ARGUMENTS = ("past_key_values", "cache")
 _LOGITS_ARGUMENTS = ("logits_to_keep", "num_logits_to_keep")
+# Far above the context of any model; a file must not make the buffers of a cache arbitrarily long.
+_MAX_CACHE_LEN = 1 << 24
 # State that a restored cache would lack, as in RecurrentGemma.
 _MODULE_STATE = re.compile(r"(recurrent|conv\w*|ssm|rnn)_states?")
 
@@ -133,6 +135,7 @@ def cache_layers(cache: Any) -> tuple[LayerRecord, ...]:
 
     Raises UnsupportedCache naming index and class of the first layer that kvz does not know.
     """
+    from kvz.layers.containers import layer_objects
     from kvz.layers.table import read_layer
 
     layers = layer_objects(cache)
@@ -150,12 +153,14 @@ def make_cache(model: Any, container: Mapping[str, Any], num_layers: int) -> Any
     name = container.get("class")
     config = model.config
     if name == "EncoderDecoderCache":
-        num_self = container["num_self_layers"]
+        num_self = container.get("num_self_layers")
         own, cross = container.get("self"), container.get("cross")
-        if not isinstance(own, Mapping) or not isinstance(cross, Mapping):
-            raise InvalidField("kvz metadata: cache lacks its self or cross part")
+        parts = [p.get("class") if isinstance(p, Mapping) else None for p in (own, cross)]
+        if type(num_self) is not int or not {name, None}.isdisjoint(parts):
+            raise InvalidField("kvz metadata: an EncoderDecoderCache lacks its self or cross part")
         return transformers.EncoderDecoderCache(
-            make_cache(model, own, num_self), make_cache(model, cross, num_layers - num_self)
+            make_cache(model, own or {}, num_self),
+            make_cache(model, cross or {}, num_layers - num_self),
         )
     if name == "DynamicCache" and container.get("lazy"):
         cache = transformers.DynamicCache()
@@ -164,26 +169,17 @@ def make_cache(model: Any, container: Mapping[str, Any], num_layers: int) -> Any
     if name == "DynamicCache":
         return _model_cache(model)
     options = {key: value for key, value in container.items() if key != "class"}
+    length = options.get("max_cache_len", 1)
+    if type(length) is not int or not 0 < length <= _MAX_CACHE_LEN:
+        raise InvalidField(
+            f"kvz metadata: max_cache_len must be 1 to {_MAX_CACHE_LEN}, got {length!r}"
+        )
     if name not in ("StaticCache", "QuantizedCache"):
         raise UnsupportedCache(f"the file holds a {name}, which kvz does not know")
     try:
         return getattr(transformers, str(name))(config=config, **options)
     except (AttributeError, ImportError, TypeError, ValueError) as error:
         raise UnsupportedCache(f"no {name} for {type(model).__name__}: {error}") from error
-
-
-def layer_objects(cache: Any) -> list[Any]:
-    """The layers of a cache, cross-attention last."""
-    if hasattr(cache, "self_attention_cache"):
-        return [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
-    return list(cache.layers)
-
-
-def note_cross_attention(cache: Any) -> None:
-    """Tell an encoder-decoder cache which cross-attention it need not compute again."""
-    for layer_idx, layer in enumerate(getattr(cache, "cross_attention_cache", cache).layers):
-        if hasattr(cache, "is_updated"):
-            cache.is_updated[layer_idx] = layer.get_seq_length() > 0
 
 
 def layer_devices(model: Any, num_layers: int) -> list[torch.device]:

@@ -12,7 +12,7 @@ import torch
 from kvz import hf
 from kvz.capture_metadata import LayerRecord, decode_metadata, unpack_layers
 from kvz.formats.errors import ConfigError, ContentMismatch, InvalidField
-from kvz.layers.containers import container_of, layer_prefix, read_cache
+from kvz.layers.containers import container_of, read_cache, tensor_name
 from kvz.layers.table import ONE_PASS_KINDS
 from kvz.restoring import check_model, check_shard
 from kvz.source_protocol import CacheSource
@@ -103,7 +103,7 @@ def _replay(
                 ours = stored[part]
                 if layers[layer_idx].kind in _ALL_TOKENS and part in ("key", "value"):
                     ours, tensor = ours[:, :, :positions], tensor[:, :, :positions]
-                pairs[f"{layer_prefix({}, layer_idx)}.{part}"] = (ours, tensor.cpu())
+                pairs[tensor_name({}, layer_idx, part)] = (ours, tensor.cpu())
         if stored and not found:
             skipped.append(layer_idx)
     if not pairs:

@@ -13,7 +13,7 @@ from kvz import hf
 from kvz.capture_metadata import LayerRecord, decode_metadata, read_shard, unpack_layers
 from kvz.formats.errors import ConfigError, IdentityMismatch, InvalidField
 from kvz.identity import Mismatch, compare_identity, identity_error, model_identity
-from kvz.layers.containers import container_of
+from kvz.layers.containers import container_of, layer_objects, note_cross_attention
 from kvz.layers.table import ONE_PASS_KINDS, has_prefix, put_layer
 from kvz.source_protocol import CacheSource
 from kvz.state_reader import open_source, read_prompt, read_states
@@ -263,7 +263,7 @@ def _fill(
     dtype: str,
     num_tokens: int | None,
 ) -> None:
-    objects = hf.layer_objects(cache)
+    objects = layer_objects(cache)
     devices = hf.layer_devices(model, len(layers))
     stored = TORCH_DTYPES.get(dtype)
     for layer_idx, layer in enumerate(layers):
@@ -279,4 +279,4 @@ def _fill(
         states[layer_idx] = {}
         if tensors or layer.options:
             put_layer(objects[layer_idx], layer, tensors, num_tokens)
-    hf.note_cross_attention(cache)
+    note_cross_attention(cache)

@@ -18,15 +18,22 @@ from kvz.formats.ids import SectionKind
 
 
 class EncodedChunk(NamedTuple):
-    """One chunk of a tensor, not yet decoded.
+    """One chunk of a tensor, not yet decoded. Its functions may be called from any thread.
 
-    ``decode`` fills a ``uint[outer, n, inner]`` (a :data:`kvz.codecs.base.Chunk`); it may be called
-    from any thread and raises DamagedFile.
+    ``decode`` fills a ``uint[outer, n, inner]`` (a :data:`kvz.codecs.base.Chunk`) and raises
+    DamagedFile. Who decodes the payload himself takes it with ``read`` into uint8[payload_nbytes],
+    checks it with ``check`` (raises ChecksumMismatch), and asks ``prepared`` for the codebook as
+    :meth:`kvz.codecs.base.Codec.prepare` gives it (raises DamagedFile).
     """
 
     tensor: int
     chunk: int
+    kind: SectionKind
+    payload_nbytes: int
     decode: Callable[[NDArray[Any]], None]
+    read: Callable[[NDArray[np.uint8]], None]
+    check: Callable[[NDArray[np.uint8]], None]
+    prepared: Callable[[], Any]
 
 
 #: Which chunks are wanted: ``(tensor, chunk) -> bool``.

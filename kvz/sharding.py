@@ -23,15 +23,24 @@ from kvz.formats.errors import (
     ContentMismatch,
     IdentityMismatch,
     InvalidField,
+    KvzError,
     SourceError,
     UnsupportedCache,
 )
-from kvz.layers.containers import container_of, layer_prefix
+from kvz.layers.containers import container_of, tensor_name
 from kvz.source_protocol import CacheSource
 from kvz.state_reader import open_source, read_tensor
 
 # Axis of the heads by part; query heads are a multiple of the kv heads.
-_HEAD_AXES = {"key": 1, "value": 1, "query": 1, "query_pair_norm": 0, "key_pair_norm": 0}
+_HEAD_AXES = {
+    "key": 1,
+    "value": 1,
+    "cross_key": 1,
+    "cross_value": 1,
+    "query": 1,
+    "query_pair_norm": 0,
+    "key_pair_norm": 0,
+}
 _DIVISIBLE_KINDS = frozenset({"full", "evicted", "sliding", "static", "static_sliding", "empty"})
 
 
@@ -105,10 +114,12 @@ def _check_divisible(
     num_heads: int,
 ) -> None:
     for layer_idx, layer in enumerate(layers):
-        prefix = layer_prefix(container, layer_idx)
+        name = tensor_name(container, layer_idx, "key")
         extra = set(layer.state or ()) - {"key", "value"}
         if layer.kind not in _DIVISIBLE_KINDS or extra:
-            raise UnsupportedCache(f"{prefix} is {layer.kind}: its state is not one per kv head")
+            raise UnsupportedCache(
+                f"{name} is of a {layer.kind} layer: its state is not one per kv head"
+            )
     for name in source.tensor_names:
         axis = _head_axis(name)
         if axis is None:
@@ -155,19 +166,31 @@ def merge(
     """
     from kvz.safetensors_io import write_safetensors
 
+    documents = [_read_document(source) for source in sources]
+    order = _in_order(sources, documents)
+    names, first = [str(sources[i]) for i in order], documents[order[0]]
+    _check_same_document(names, [documents[i] for i in order])
     with ExitStack() as stack:
-        opened = [stack.enter_context(open_source(source)) for source in sources]
-        documents = [decode_metadata(source.metadata) for source in opened]
-        order = _in_order(sources, documents)
-        names, first = [str(sources[i]) for i in order], documents[order[0]]
-        _check_same_document(names, [documents[i] for i in order])
-        shards = [opened[i] for i in order]
+        shards = [stack.enter_context(open_source(name)) for name in names]
         tensors = {name: _merged(name, shards, names) for name in shards[0].tensor_names}
     of = read_shard(first)[2]
     layers = unpack_layers(first["layers"])
     metadata = _document(first, layers, of, [0, of, of])
     write_safetensors(destination, tensors, metadata, overwrite=overwrite)
     return of
+
+
+def _read_document(source: str | Path) -> dict[str, Any]:
+    with open_source(source) as opened:
+        document = decode_metadata(opened.metadata)
+        read_shard(document)
+    return document
+
+
+def _about(file: str, error: KvzError) -> KvzError:
+    """The error, which belongs to one of several files."""
+    error.file = file
+    return error
 
 
 def _in_order(sources: Sequence[str | Path], documents: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -177,13 +200,13 @@ def _in_order(sources: Sequence[str | Path], documents: Sequence[Mapping[str, An
     for i in order:
         first, end, total = ranges[i]
         if total != of:
-            raise IdentityMismatch(
-                f"{sources[i]}: is of {total} kv heads, {sources[order[0]]} of {of}"
-            )
+            message = f"is of {total} kv heads, {sources[order[0]]} of {of}"
+            raise _about(str(sources[i]), IdentityMismatch(message))
         if first > position:
             raise IdentityMismatch(f"kv heads {position} to {first} of {of} are missing")
         if first < position:
-            raise IdentityMismatch(f"{sources[i]}: kv heads {first} to {end} are there already")
+            message = f"kv heads {first} to {end} are there already"
+            raise _about(str(sources[i]), IdentityMismatch(message))
         position = end
     if position != of:
         raise IdentityMismatch(f"kv heads {position} to {of} of {of} are missing")
@@ -201,13 +224,15 @@ def _check_same_document(names: Sequence[str], documents: Sequence[Mapping[str, 
         # when and where a shard was made may differ, whose it is may not
         for member in ("identity", "layers", "tokens", "cache"):
             if comparable(document, member) != comparable(documents[0], member):
-                raise IdentityMismatch(f"{name}: its {member} is not that of {names[0]}")
+                message = f"its {member} is not that of {names[0]}"
+                raise _about(name, IdentityMismatch(message))
 
 
 def _merged(name: str, shards: Sequence[CacheSource], names: Sequence[str]) -> torch.Tensor:
     for shard, shard_name in zip(shards, names, strict=True):
         if name not in shard.tensor_names:
-            raise IdentityMismatch(f"{shard_name}: tensor {name} is missing, {names[0]} has it")
+            message = f"tensor {name} is missing, {names[0]} has it"
+            raise _about(shard_name, IdentityMismatch(message))
     parts = [read_tensor(shard, name) for shard in shards]
     axis = _head_axis(name)
     if axis is not None:
@@ -216,22 +241,22 @@ def _merged(name: str, shards: Sequence[CacheSource], names: Sequence[str]) -> t
     for part, shard_name in zip(parts[1:], names[1:], strict=True):
         same = part.dtype == parts[0].dtype and part.shape == parts[0].shape
         if not same or not torch.equal(_bytes(part), _bytes(parts[0])):
-            raise ContentMismatch(f"{shard_name}: tensor {name} differs from that of {names[0]}")
+            message = f"tensor {name} differs from that of {names[0]}"
+            raise _about(shard_name, ContentMismatch(message))
     return parts[0]
 
 
-def _check_alike(
-    name: str, parts: Sequence[torch.Tensor], names: Sequence[str], axis: int
-) -> None:
+def _check_alike(name: str, parts: Sequence[torch.Tensor], names: Sequence[str], axis: int) -> None:
     def without_heads(tensor: torch.Tensor) -> list[int]:
         return [size for i, size in enumerate(tensor.shape) if i != axis]
 
     for part, shard_name in zip(parts, names, strict=True):
         if part.dtype != parts[0].dtype or without_heads(part) != without_heads(parts[0]):
-            raise ContentMismatch(
-                f"{shard_name}: tensor {name} is {part.dtype} {list(part.shape)}, "
+            message = (
+                f"tensor {name} is {part.dtype} {list(part.shape)}, "
                 f"in {names[0]} {parts[0].dtype} {list(parts[0].shape)}"
             )
+            raise _about(shard_name, ContentMismatch(message))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,12 +16,12 @@ from kvz.capture_metadata import LayerRecord
 from kvz.files import naming
 from kvz.formats.errors import IdentityMismatch, InvalidField, UnsupportedCache
 from kvz.identity import token_hash
-from kvz.layers.containers import layer_prefix
+from kvz.layers.containers import tensor_name
 from kvz.layers.table import check_tensor, expected_state
 from kvz.source_protocol import CacheSource
 from kvz.torch_dtypes import TORCH_DTYPES, to_tensor
 
-_LAYER_TENSOR = re.compile(r"(?:cross_)?layers\.\d+\.(\w+)")
+_LAYER_TENSOR = re.compile(r"layers\.\d+\.(\w+)")
 _STATISTIC_PARTS = ("query", "query_pair_norm", "key_pair_norm")
 
 
@@ -116,7 +116,7 @@ def read_states(
     when the source holds layer state that no record mentions.
     """
     names = {
-        f"{layer_prefix(container, i)}.{part}": (i, part)
+        tensor_name(container, i, part): (i, part)
         for i, layer in enumerate(layers)
         for part in expected_state(layer)
     }
@@ -133,15 +133,15 @@ def read_states(
         states[layer_idx][part] = tensor
     for layer_idx, state in enumerate(states):
         if layers[layer_idx].state is None and state:
-            _check_same_heads(layer_prefix(container, layer_idx), state)
+            _check_same_heads(tensor_name(container, layer_idx, "value"), state)
     return states
 
 
-def _check_same_heads(prefix: str, state: Mapping[str, torch.Tensor]) -> None:
+def _check_same_heads(name: str, state: Mapping[str, torch.Tensor]) -> None:
     key, value = state["key"], state["value"]
     if value.shape[1] != key.shape[1]:
         raise InvalidField(
-            f"{prefix}.value has shape {list(value.shape)}, its key has {key.shape[1]} heads"
+            f"{name} has shape {list(value.shape)}, its key has {key.shape[1]} heads"
         )
 
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,18 +14,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvz.archive_stream import ArchiveStream
+from kvz.chunk_decoding import decode_chunks, gpu_decoder
 from kvz.compressing import Progress
+from kvz.devices import DEFAULT_DEVICE
 from kvz.files import STANDARD_STREAM, naming
 from kvz.formats.errors import ContentMismatch
 from kvz.formats.head import Head, TensorEntry
 from kvz.safetensors_io import SafetensorsFile, TensorReader
 from kvz.sections import EncodedChunk
-from kvz.workers import run_ordered, thread_count
+from kvz.workers import thread_count
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What :func:`verify` found right. ``compared`` names the capture, if there was one."""
+    """What :func:`verify` found right. ``compared`` names the capture, if there was one.
+
+    ``stages``: with a GPU, the seconds that each stage was busy (:mod:`kvz.gpu.stages`).
+    """
 
     path: str
     num_tensors: int
@@ -34,6 +38,8 @@ class VerifyReport:
     nbytes: int
     compared: str | None
     seconds: float
+    device: str = "cpu"
+    stages: dict[str, float] | None = None
 
 
 def _check_same_tensors(head: Head, capture: SafetensorsFile) -> None:
@@ -78,29 +84,28 @@ def _readers(head: Head, capture: SafetensorsFile | None) -> dict[int, TensorRea
     }
 
 
-def _jobs(archive: ArchiveStream, readers: dict[int, TensorReader]) -> Iterator[Callable[[], int]]:
-    def run(encoded: EncodedChunk) -> int:
-        entry = archive.head.tensors[encoded.tensor]
-        decoded = np.empty(entry.chunk_shape(encoded.chunk), f"u{entry.itemsize}")
-        encoded.decode(decoded)
-        _compare(entry, encoded.chunk, decoded, readers.get(encoded.tensor))
-        return decoded.nbytes
-
-    for encoded in archive.chunks(lambda tensor, chunk: True):
-        yield partial(run, encoded)
+def _check_chunk(
+    head: Head, readers: dict[int, TensorReader], encoded: EncodedChunk, decoded: NDArray[Any]
+) -> int:
+    """Compare one chunk, if there is something to compare it with; returns its raw bytes."""
+    _compare(head.tensors[encoded.tensor], encoded.chunk, decoded, readers.get(encoded.tensor))
+    return decoded.nbytes
 
 
 def verify(
     path: str | os.PathLike[str],
     *,
     against: str | os.PathLike[str] | None = None,
+    device: str = DEFAULT_DEVICE,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Read a whole archive (path, or ``-``): structure, checksums, and that every chunk decodes.
 
     With ``against``, also compare every element and the metadata with a safetensors capture.
-    Raises DamagedFile, FormatError, SourceError, or ContentMismatch naming the first difference.
+    ``device``: ``cuda`` or ``cuda:N`` decodes on a GPU; ``auto`` and ``cpu`` do not.
+    Raises DamagedFile, FormatError, SourceError, ConfigError (device), or ContentMismatch naming
+    the first difference.
     """
     start = time.perf_counter()
     piped = os.fspath(path) == STANDARD_STREAM
@@ -110,8 +115,15 @@ def verify(
         stack.enter_context(naming(name))
         stream = sys.stdin.buffer if piped else stack.enter_context(open(path, "rb"))
         archive = ArchiveStream(stream, name)
-        jobs = _jobs(archive, _readers(archive.head, capture))
-        for nbytes in run_ordered(jobs, thread_count(threads)):
+        gpu = gpu_decoder(device, archive.head)
+        checked = decode_chunks(
+            archive.chunks(lambda tensor, chunk: True),
+            archive.head,
+            partial(_check_chunk, archive.head, _readers(archive.head, capture)),
+            threads=thread_count(threads),
+            gpu=gpu,
+        )
+        for nbytes in checked:
             if progress is not None:
                 progress(nbytes)
     return VerifyReport(
@@ -121,4 +133,6 @@ def verify(
         nbytes=archive.nbytes,
         compared=None if against is None else os.fspath(against),
         seconds=time.perf_counter() - start,
+        device="cpu" if gpu is None else gpu.name,
+        stages=None if gpu is None else gpu.stages.seconds(),
     )

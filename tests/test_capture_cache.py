@@ -91,7 +91,10 @@ def test_a_cache_of_any_class_goes_on_like_the_live_one(
     restored = restore(tmp_path / "c.kvz", model)
     assert type(restored.cache) is type(cache)
     assert [type(layer) for layer in restored.cache.layers] == [type(x) for x in cache.layers]
+    kept = {part: t.clone() for part, t in captured.tensors.items()}
     expected = greedy(model, cache, logits, NUM_NEW, attention_mask=mask)
+    # static buffers are written over; what was captured is not
+    assert all(torch.equal(t, kept[part]) for part, t in captured.tensors.items())
     found = greedy(model, restored.cache, restored.next_token_logits, NUM_NEW, attention_mask=mask)
     assert torch.equal(found, expected)
     live, again = (
@@ -234,7 +237,7 @@ def test_encoder_decoder_caches_come_back_with_their_cross_attention() -> None:
     decode(cache, ids)
     captured = capture_cache(model, cache, ids)
     assert captured.shape("layers.1.key") == (1, 4, 7, 8)
-    assert captured.shape("cross_layers.1.value") == (1, 4, 12, 8)
+    assert captured.shape("layers.1.cross_value") == (1, 4, 12, 8)
     restored = restore(captured, model)
     # what the encoder said is in the cache: it is not looked at again
     encoded.last_hidden_state.zero_()
@@ -244,9 +247,9 @@ def test_encoder_decoder_caches_come_back_with_their_cross_attention() -> None:
     document = json.loads(captured.metadata["kvz"])
     assert document["cache"]["num_self_layers"] == 2
     part = Capture(
-        {n: t for n, t in captured.tensors.items() if n != "cross_layers.0.key"},
+        {n: t for n, t in captured.tensors.items() if n != "layers.0.cross_key"},
         captured.metadata,
         None,
     )
-    with pytest.raises(IdentityMismatch, match=r"cross_layers\.0\.key is missing"):
+    with pytest.raises(IdentityMismatch, match=r"layers\.0\.cross_key is missing"):
         restore(part, model)

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zoo_run
 from tiny_models import WINDOW, left_padded_mask, prompt_ids, tiny_gemma, tiny_llama
 
+import kvz
 from kvz import hf
 from kvz.capturing import Capture, capture
 from kvz.formats.errors import (
@@ -709,18 +711,21 @@ def test_real_model_goes_on_in_a_fresh_process(
     assert ids.shape == (1, 1600)
     captured = capture(model, ids)
     captured.save(tmp_path / "cache.safetensors")
+    paths = [tmp_path / f"{codec}.kvz" for codec in ("gaac", "splitzip", "zstd", "raw")]
+    for archive in paths:
+        kvz.compress(tmp_path / "cache.safetensors", archive, codec=archive.stem)
     tensors = captured.tensors
-    expected = greedy(
-        model,
-        captured.cache,
-        tensors["next_token_logits"],
-        64,
-        attention_mask=tensors["attention_mask"],
-    )
+    mask, logits = tensors["attention_mask"], tensors["next_token_logits"]
+    expected = zoo_run.go_on(model, captured.cache, mask, logits)
+    assert len(expected["tokens"][0]) == 32
     script = (
-        "import sys; from kvz.hf import load_model; from kvz.restoring import generate_from;"
-        "print(generate_from(sys.argv[2], load_model(sys.argv[1])[0], 64))"
+        "import json, sys, zoo_run;"
+        "from kvz.hf import load_model; from kvz.restoring import restore;"
+        "model = load_model(sys.argv[1])[0];"
+        "caches = (restore(path, model) for path in sys.argv[2:]);"
+        "print(json.dumps([zoo_run.go_on(model, c.cache, c.attention_mask, c.next_token_logits)"
+        " for c in caches]))"
     )
-    tokens = run_python(script, path, str(tmp_path / "cache.safetensors"))
-    assert json.loads(tokens) == expected[0].tolist()
+    found = json.loads(run_python(script, path, *map(str, paths)))
+    assert found == [expected] * 4
     assert len(captured.metadata["kvz"]) < 3000

@@ -104,9 +104,9 @@ def test_success_is_zero_with_the_report_on_stdout(work: Path) -> None:
         (["compress"], "Missing argument 'SRC' (see kvz compress --help)"),
         (["compress", "x", "--frob"], "No such option '--frob' (see kvz compress --help)"),
         (
-            ["compress", "x", "--device", "cuda:1"],
-            "Invalid value for '--device': this version of kvz has no GPU codecs; "
-            "use auto or cpu (see kvz compress --help)",
+            ["compress", "x", "--device", "tpu"],
+            "Invalid value for '--device': 'tpu' must be auto, cpu, cuda or cuda:N "
+            "(see kvz compress --help)",
         ),
         (
             ["compress", "x", "--codec-option", "level"],

@@ -69,7 +69,8 @@ def _latent_step(layer: Any, num_tokens: int, seed: int) -> list[torch.Tensor]:
 
 def _linear_step(layer: Any, num_tokens: int, seed: int) -> list[torch.Tensor]:
     conv = layer.update_conv_state(_random(seed, 2, 12, 4 if seed == 0 else num_tokens))
-    state = _random(seed, 2, 3, 5, 7).float()
+    # bits that BF16 does not have
+    state = _random(seed, 2, 3, 5, 7).float() * 1.1
     return [conv.clone(), layer.update_recurrent_state(state).clone()]
 
 
@@ -271,6 +272,16 @@ def test_fp8_without_its_scales_is_refused(missing: str) -> None:
     del tensors[missing]
     with pytest.raises(IdentityMismatch, match=f"{missing} is missing"):
         put_layer(_make("Fp8QuantizedLayer"), record, tensors)
+
+
+def test_fewer_tokens_than_the_record_says_are_refused() -> None:
+    layer = cache_utils.DynamicLayer()
+    _attention_step(layer, 5, 0)
+    record, tensors = read_layer(layer, 0, torch.bfloat16)
+    for part in ("key", "value"):
+        short = {**tensors, part: tensors[part][:, :, :4]}
+        with pytest.raises(InvalidField, match=rf"{part} has shape .*metadata says 5 tokens"):
+            put_layer(cache_utils.DynamicLayer(), record, short)
 
 
 def test_a_tensor_without_a_place_is_refused() -> None:

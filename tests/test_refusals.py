@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tiny_models import prompt_ids, tiny_gemma, tiny_llama  # noqa: E402
+from tiny_models import WORDS, prompt_ids, save_model, tiny_gemma, tiny_llama  # noqa: E402
 
 import kvz  # noqa: E402
 from kvz.capturing import Capture, capture, capture_cache  # noqa: E402
@@ -22,23 +22,6 @@ from kvz.cli import errors, main  # noqa: E402
 from kvz.formats.errors import IdentityMismatch, KvzError  # noqa: E402
 from kvz.layers.containers import read_cache  # noqa: E402
 from kvz.restoring import restore  # noqa: E402
-
-WORDS = [f"w{i}" for i in range(128)]
-
-
-def save_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-
-
-def save_model(model: Any, folder: Path) -> Path:
-    save_tokenizer(folder)
-    model.save_pretrained(folder)
-    return folder
 
 
 def archive(captured: Capture, path: Path) -> Path:
@@ -349,3 +332,41 @@ def test_going_on_from_a_prefix_is_going_on_from_it(llama: tuple[Path, Capture],
     assert run(*given, "--tokens", "3:13", "--prompt", "w5")[0] == 2
     whole, none = (run(*given, "--tokens", t, "--prompt", "w5") for t in (":30", ":0"))
     assert (whole[0], none[0]) == (0, 0)
+
+
+# Metadata that was tampered with
+
+
+@pytest.mark.parametrize(
+    ("cache", "named"),
+    [
+        ("StaticCache", "must name its class"),
+        ({"class": "StaticCache", "max_cache_len": 1 << 40}, "max_cache_len must be 1 to"),
+        ({"class": "StaticCache", "max_cache_len": "64"}, "max_cache_len must be 1 to"),
+        ({"class": "StaticCache", "max_cache_len": 8}, "layer 0: file full .* model static"),
+        ({"class": "SecretCache"}, "the file holds a SecretCache"),
+        ({"class": "StaticCache", "max_cache_len": 8, "evil": 1}, "no StaticCache for|layer 0"),
+        ({"class": "EncoderDecoderCache"}, "lacks its self or cross part"),
+        ({"class": "DynamicCache", "num_self_layers": -1}, "num_self_layers must be >= 0"),
+    ],
+)
+def test_caches_described_wrongly_are_refused(
+    llama: tuple[Path, Capture], cache: Any, named: str
+) -> None:
+    with pytest.raises(KvzError, match=named):
+        restore(edited(llama[1], cache=cache), tiny_llama())
+
+
+def test_state_that_contradicts_its_counts_is_refused(llama: tuple[Path, Capture]) -> None:
+    captured = llama[1]
+    tensors = {
+        name: t[:, :, :20].contiguous() if name.endswith((".key", ".value")) else t
+        for name, t in captured.tensors.items()
+    }
+    layers = copy.deepcopy(document_of(captured)["layers"])
+    for batch, named in ((1, "key has shape .* metadata says 30 tokens"), (2, "a batch of 1")):
+        state = {part: ["BF16", [batch, 2, 20, 16]] for part in ("key", "value")}
+        layers["kinds"][0]["state"] = state
+        changed = Capture(tensors, edited(captured, layers=layers).metadata, None)
+        with pytest.raises(KvzError, match=named):
+            restore(changed, tiny_llama())

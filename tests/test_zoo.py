@@ -16,8 +16,11 @@ import zoo
 import zoo_run
 
 import kvz
+from kvz import hf
 from kvz.capturing import capture
 from kvz.formats.errors import UnsupportedCache
+from kvz.layers.containers import read_cache
+from kvz.restoring import continue_from, greedy, restore
 
 CODECS = ("gaac", "splitzip", "zstd", "raw")
 # padding and codec have nothing to do with each other
@@ -97,11 +100,48 @@ def test_the_cache_has_the_layers_that_the_architecture_is_here_for(
     assert runs[2][name] == zoo.ZOO[name].kinds
 
 
+ONE_PASS = ["mamba", "mamba2", "lfm2", "qwen3_next", "falcon_h1", "inkling"]
+
+
+@pytest.mark.skipif(OLDER, reason="older releases have no recurrent layers in a DynamicCache")
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_recurrent_models_take_the_prompt_in_one_pass(name: str) -> None:
+    model = zoo.build(name)
+    ids, mask = zoo_run.prompt(padded=False)
+    pieces = capture(model, ids, chunk_tokens=7)
+    whole = capture(model, ids, chunk_tokens=1000)
+    kept = {part: tensor.clone() for part, tensor in pieces.tensors.items()}
+    assert kept.keys() == whole.tensors.keys()
+    assert all(torch.equal(kept[part], whole.tensors[part]) for part in kept)
+    # the next pass writes over the states of the live cache, not over what was captured
+    zoo_run.go_on(model, pieces.cache, mask, pieces.tensors["next_token_logits"])
+    assert all(torch.equal(kept[part], pieces.tensors[part]) for part in kept)
+
+
+@pytest.mark.skipif(OLDER, reason="older releases have no recurrent layers in a DynamicCache")
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "mamba"])
+def test_a_prompt_on_top_of_recurrent_states_is_fed_token_by_token(name: str) -> None:
+    model = zoo.build(name)
+    ids, mask = zoo_run.prompt(padded=False)
+    captured = capture(model, ids)
+    more = [5, 9, 77]
+    restored = restore(captured, model)
+    found = continue_from(restored, model, 6, more)
+    for i, token in enumerate(more):
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+        step = torch.tensor([[token]])
+        logits = hf.feed(model, captured.cache, step, mask, zoo_run.NUM_TOKENS + i)
+    live = greedy(model, captured.cache, logits, 6, attention_mask=mask)
+    assert found == live[0].tolist()
+    ours, theirs = (read_cache(c, model.dtype) for c in (restored.cache, captured.cache))
+    assert ours.layers == theirs.layers
+    for held, expected in zip(ours.tensors, theirs.tensors, strict=True):
+        assert all(torch.equal(held[part], expected[part]) for part in expected)
+
+
 def test_state_outside_the_cache_is_refused_before_the_prefill(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from kvz import hf
-
     config = transformers.RecurrentGemmaConfig(
         vocab_size=128,
         hidden_size=32,

@@ -16,12 +16,13 @@ from kvz.kernels.gpu.gaac_decode import decode_kernel
 from kvz.kernels.gpu.gaac_encode import encode_kernel
 
 ROWS = 8
-#: Lanes of a step: as many tiles as fill them are handled at a time.
-_ENCODE_LANES = 64
-_DECODE_LANES = 128
+#: Lanes of a step: as many tiles as fill one warp are handled at a time.
+_LANES = 32
+#: So many registers let 32 warps run on a multiprocessor, the most that it takes of one warp each.
+_MAX_REGISTERS = 64
 _OFFSETS_BLOCK = 1024
 _COMPACT_ROWS = 8
-_COMPACT_BYTES = 64
+_COMPACT_WORDS = 32
 
 
 def scratch_nbytes(batch: Batch, inner: int, block_tiles: int) -> int:
@@ -30,23 +31,26 @@ def scratch_nbytes(batch: Batch, inner: int, block_tiles: int) -> int:
 
 
 def _scratch_stride(inner: int, block_tiles: int) -> int:
-    return 6 * inner * block_tiles
+    return triton.cdiv(6 * inner * block_tiles, 4) * 4
 
 
-def _shape(batch: Batch, inner: int, block_tiles: int, target_lanes: int) -> dict[str, int]:
+def _shape(batch: Batch, inner: int, block_tiles: int) -> dict[str, int]:
     unit = batch.unit if inner % batch.unit == 0 else 1
     lanes = max(8, triton.next_power_of_2(inner // unit))
-    step = max(1, min(target_lanes // lanes, triton.next_power_of_2(block_tiles)))
-    return {
+    step = max(1, min(_LANES // lanes, triton.next_power_of_2(block_tiles)))
+    shape = {
         "INNER": inner,
         "UNIT": unit,
         "BLOCK_TILES": block_tiles,
         "STEP": step,
         "LANES": lanes,
         "SHORT": triton.cdiv(batch.fewest_tokens, ROWS) < step,
-        "num_warps": max(1, lanes // 128),
         "PERMUTE": compiles(decode_kernel),
+        "num_warps": max(1, lanes // 128),
     }
+    if shape["PERMUTE"] and step * lanes == _LANES:
+        shape["maxnreg"] = _MAX_REGISTERS
+    return shape
 
 
 def encode(
@@ -72,7 +76,7 @@ def encode(
         sizes,
         NARROW=narrow,
         SCRATCH=stride,
-        **_shape(batch, inner, block_tiles, _ENCODE_LANES),
+        **_shape(batch, inner, block_tiles),
     )
     offsets_kernel[(batch.chunks.shape[0],)](
         batch.chunks,
@@ -92,7 +96,7 @@ def encode(
         batch.total_programs,
         SCRATCH=stride,
         ROWS=_COMPACT_ROWS,
-        COPY=_COMPACT_BYTES,
+        COPY=_COMPACT_WORDS,
         num_warps=1,
     )
 
@@ -110,5 +114,5 @@ def decode(
         batch.program_chunk,
         status,
         NARROW=narrow,
-        **_shape(batch, inner, block_tiles, _DECODE_LANES),
+        **_shape(batch, inner, block_tiles),
     )

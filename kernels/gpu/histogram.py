@@ -39,7 +39,7 @@ def histogram_kernel(
 def count_exponents(bits: torch.Tensor, counts: torch.Tensor) -> None:
     """Count the BF16 exponents of ``bits`` (int16[outer, tokens, inner]) into ``counts``.
 
-    Outer indices may lie apart, each is contiguous. ``counts`` int32[outer, inner, 256], contiguous,
+    Outer indices may lie apart, each is contiguous. ``counts``, int32[outer, inner, 256] and whole,
     is added to.
     """
     outer, tokens, inner = bits.shape

@@ -10,23 +10,32 @@ from __future__ import annotations
 
 import torch
 
-from kvz.kernels.gpu import splitzip_kernels as kernels
-from kvz.kernels.gpu.chunks import Batch
-from kvz.kernels.gpu.gaac_kernels import offsets_kernel
+import triton
+
+from kvz.kernels.gpu.chunks import Batch, compiles
+from kvz.kernels.gpu.escape_kernels import offsets_kernel
+from kvz.kernels.gpu.splitzip_decode import decode_kernel
+from kvz.kernels.gpu.splitzip_encode import compact_kernel, encode_kernel, tables_kernel
 
 #: Escapes of a block that the scratch holds; real captures have about two in 8,192 elements.
 _CAPACITY = 256
-_DECODE_STEP = 1024
-_ENCODE_STEP = 512
+_TABLE_NBYTES = 256
+_DECODE_LANES = 512
+#: Escapes of a block that are read ahead.
+_DECODE_ESCAPES = 64
+_ENCODE_LANES = 256
+_OFFSETS_BLOCK = 1024
+_COMPACT_ROWS = 16
+_COMPACT_ESCAPES = 16
 
 
 def scratch_nbytes(batch: Batch) -> int:
     """Bytes of scratch that :func:`encode` needs."""
-    return 3 * _CAPACITY * batch.total_programs
+    return _TABLE_NBYTES * batch.chunks.shape[0] + 3 * _CAPACITY * batch.total_programs
 
 
 def _unit(batch: Batch, inner: int) -> int:
-    return 2 if inner % 2 == 0 and batch.aligned else 1
+    return batch.unit if inner % batch.unit == 0 else 1
 
 
 def encode(
@@ -36,48 +45,69 @@ def encode(
     totals: torch.Tensor,
     *,
     inner: int,
-    run: bool,
     block_len: int,
 ) -> None:
     """Encode all chunks of ``batch`` into their payloads; nothing is read back.
 
     ``scratch`` uint8[scratch_nbytes], ``sizes`` int32[programs], ``totals`` int32[chunks] receives
-    the number of each chunk's escapes. ``run``: every codebook is 16 consecutive exponents.
+    the number of each chunk's escapes.
     """
-    split = 2 * _CAPACITY * batch.total_programs
-    positions, exponents = scratch[:split].view(torch.uint16), scratch[split:]
-    shape = {
-        "UNIT": _unit(batch, inner),
-        "RUN": run,
-        "BLOCK": block_len,
-        "STEP": _ENCODE_STEP,
-        "CAPACITY": _CAPACITY,
-    }
-    tables = (batch.chunks, batch.program_chunk, positions, exponents, sizes)
-    grid = (batch.total_programs,)
-    kernels.encode_kernel[grid](*tables, num_warps=1, **shape)
-    offsets_kernel[(batch.chunks.shape[0],)](
-        batch.chunks, sizes, totals, batch.num_programs, FIELD=8, TOTAL=True, BLOCK=1024, num_warps=4
+    num_chunks = batch.chunks.shape[0]
+    tables, rest = scratch.split_with_sizes(
+        [_TABLE_NBYTES * num_chunks, scratch.numel() - _TABLE_NBYTES * num_chunks]
     )
-    kernels.compact_kernel[grid](*tables, totals, COPY=64, num_warps=1, **shape)
+    split = 2 * _CAPACITY * batch.total_programs
+    positions, exponents = rest[:split].view(torch.uint16), rest[split:]
+    unit = _unit(batch, inner)
+    addresses = (batch.chunks, batch.program_chunk, tables, positions, exponents, sizes)
+    tables_kernel[(num_chunks,)](batch.chunks, tables, num_warps=1)
+    encode_kernel[(batch.total_programs,)](
+        *addresses,
+        UNIT=unit,
+        BLOCK=block_len,
+        STEP=_ENCODE_LANES,
+        CAPACITY=_CAPACITY,
+        PERMUTE=compiles(encode_kernel),
+        num_warps=1,
+    )
+    offsets_kernel[(num_chunks,)](
+        batch.chunks,
+        sizes,
+        totals,
+        batch.num_programs,
+        FIELD=8,
+        TOTAL=True,
+        BLOCK=_OFFSETS_BLOCK,
+        num_warps=4,
+    )
+    compact_kernel[(triton.cdiv(batch.total_programs, _COMPACT_ROWS),)](
+        *addresses,
+        totals,
+        batch.total_programs,
+        UNIT=unit,
+        BLOCK=block_len,
+        CAPACITY=_CAPACITY,
+        ROWS=_COMPACT_ROWS,
+        COPY=_COMPACT_ESCAPES,
+        num_warps=1,
+    )
 
 
-def decode(
-    batch: Batch, status: torch.Tensor, *, inner: int, run: bool, block_len: int
-) -> None:
+def decode(batch: Batch, status: torch.Tensor, *, inner: int, block_len: int) -> None:
     """Decode all chunks of ``batch``; ``status`` int32[chunks] becomes 1 where streams disagree.
 
     ``status`` must be zero before. Payload lengths must cover the streams that follow from the
     shape; offsets, positions and the number of escapes need not be trustworthy.
     """
-    kernels.decode_kernel[(batch.total_programs,)](
+    unit = _unit(batch, inner)
+    decode_kernel[(batch.total_programs,)](
         batch.chunks,
         batch.program_chunk,
         status,
-        UNIT=_unit(batch, inner),
-        RUN=run,
+        UNIT=unit,
         BLOCK=block_len,
-        STEP=_DECODE_STEP,
-        ESCAPE_STEP=64,
-        num_warps=4,
+        STEP=_DECODE_LANES,
+        ESCAPES=_DECODE_ESCAPES,
+        PERMUTE=unit == 4 and compiles(decode_kernel),
+        num_warps=1,
     )

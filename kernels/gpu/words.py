@@ -32,12 +32,12 @@ def shift(value, left: tl.constexpr):
 
 
 @triton.jit
-def _permute(first, second, SELECTOR: tl.constexpr):
-    """The bytes of ``second:first`` that the digits of ``SELECTOR`` name."""
+def permute(first, second, selector):
+    """The bytes of ``second:first`` that the low four digits of ``selector`` name."""
     return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, " + SELECTOR + ";",
-        "=r,r,r",
-        [first, second],
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [first, second, selector],
         dtype=tl.uint32,
         is_pure=True,
         pack=1,
@@ -53,7 +53,7 @@ def interleave(low, high, UNIT: tl.constexpr, PERMUTE: tl.constexpr):
     if UNIT == 1:
         return low | high << 8
     elif PERMUTE:
-        first, last = _permute(low, high, "0x5140"), _permute(low, high, "0x7362")
+        first, last = permute(low, high, 0x5140), permute(low, high, 0x7362)
         return first.to(tl.uint64) | last.to(tl.uint64) << 32
     else:
         return _spread(low) | _spread(high) << 8
@@ -73,7 +73,7 @@ def deinterleave(word, UNIT: tl.constexpr, PERMUTE: tl.constexpr):
         return word.to(tl.uint32) & 0xFF, word.to(tl.uint32) >> 8
     elif PERMUTE:
         first, last = word.to(tl.uint32), (word >> 32).to(tl.uint32)
-        return _permute(first, last, "0x6420"), _permute(first, last, "0x7531")
+        return permute(first, last, 0x6420), permute(first, last, 0x7531)
     else:
         return _gather(word), _gather(word >> 8)
 

@@ -17,10 +17,13 @@ import numpy as np
 
 from kvz.bench.workload import U16, Workload
 from kvz.codebooks import read_sample
+from kvz.codecs import codec_from_options
 from kvz.codecs.base import Codec
 from kvz.codecs.raw import RawCodec
-from kvz.compressing import plan, write_archive
+from kvz.compressing import write_archive
+from kvz.formats.errors import ConfigError
 from kvz.layout import Layout
+from kvz.planning import plan
 from kvz.safetensors_io import ArrayReader, SafetensorsFile
 
 Job = Callable[[int], None]
@@ -102,6 +105,21 @@ class CodecContestant:
             [partial(run.encode, chunk) for chunk in range(len(work.chunks))],
             [partial(run.decode, chunk) for chunk in range(len(work.chunks))],
         )
+
+
+def parse_codec(spec: str) -> CodecContestant:
+    """The contestant for ``NAME`` or ``NAME:KEY=VALUE,...`` (options of ``kvz compress``).
+
+    Raises UnknownCodec or ConfigError.
+    """
+    name, _, tail = spec.partition(":")
+    options = {}
+    for part in tail.split(",") if tail else []:
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ConfigError(f"codec {spec!r}: {part!r} must be KEY=VALUE")
+        options[key] = value
+    return CodecContestant(spec, codec_from_options(name, options))
 
 
 class _CodecRun:

@@ -13,12 +13,12 @@ _NAME_WIDTH = 22
 _AXES = {4: "batch, kv_heads, tokens, head_dim", 3: "kv_heads, tokens, head_dim"}
 
 _NOTES = (
-    "ratio: bytes of all tensors / every byte of the archive (baselines: compressed bytes alone). "
-    "GB/s: 10^9 uncompressed bytes per second, median and slowest-fastest over the rounds; in "
-    "memory, tensor to sections and back, no files, no checksums (those in frames of the codec "
-    "zstd excepted), calibration included. /memcpy and /zstd-3: median over the rounds of the speed "
-    "divided by that of memcpy and of zstd-3 in the same direction in the same round. Every decoded "
-    "element of every round was compared with the input."
+    "ratio: bytes of all tensors / every byte of the archive (baselines: compressed bytes "
+    "alone). GB/s: 10^9 uncompressed bytes per second, median and slowest-fastest over the "
+    "rounds; in memory, tensor to sections and back, no files, no checksums (those in frames of "
+    "the codec zstd excepted), calibration included. /memcpy and /zstd-3: median over the rounds "
+    "of the speed divided by that of memcpy and of zstd-3 in the same direction in the same "
+    "round. Every decoded element of every round was compared with the input."
 )
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 
 from kvz.bench.baselines import ExponentPlaneContestant, ZstdContestant
-from kvz.bench.contestants import CodecContestant, Contestant, MemcpyContestant
+from kvz.bench.contestants import CodecContestant, Contestant, MemcpyContestant, parse_codec
 from kvz.bench.machine import describe_machine
 from kvz.bench.measure import Turn, measure
 from kvz.bench.results import BenchReport, CaptureResult, ContestantResult, Timing, summarise
-from kvz.bench.workload import Workload, timed_entries
-from kvz.capture_metadata import METADATA_KEY
-from kvz.codecs import codec_from_options
+from kvz.bench.workload import Workload, origin_of, timed_entries
 from kvz.formats.errors import ConfigError
 from kvz.layout import Layout
 from kvz.safetensors_io import SafetensorsFile
@@ -30,21 +27,6 @@ MAX_TIMED_NBYTES = 512 << 20
 
 #: Called with what is going on, steps done, and steps in all.
 BenchProgress = Callable[[str, int, int], None]
-
-
-def parse_codec(spec: str) -> CodecContestant:
-    """The contestant for ``NAME`` or ``NAME:KEY=VALUE,...`` (options of ``kvz compress``).
-
-    Raises UnknownCodec or ConfigError.
-    """
-    name, _, tail = spec.partition(":")
-    options = {}
-    for part in tail.split(",") if tail else []:
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise ConfigError(f"codec {spec!r}: {part!r} must be KEY=VALUE")
-        options[key] = value
-    return CodecContestant(spec, codec_from_options(name, options))
 
 
 def _check(
@@ -62,15 +44,6 @@ def _check(
     for spec in codecs:
         if codecs.count(spec) > 1:
             raise ConfigError(f"codec {spec!r} is listed twice")
-
-
-def _origin(metadata: Mapping[str, str]) -> str | None:
-    """What a capture says of where it comes from; captures of other programs say nothing."""
-    try:
-        origin = json.loads(metadata[METADATA_KEY])["origin"]
-    except (KeyError, ValueError, TypeError, RecursionError):
-        return None
-    return origin if isinstance(origin, str) else None
 
 
 def _warnings(timed_nbytes: int, timeable_nbytes: int, cache_nbytes: int) -> tuple[str, ...]:
@@ -179,7 +152,7 @@ class _CaptureBench:
             )
         return CaptureResult(
             source=self._source.name,
-            origin=_origin(self._source.metadata),
+            origin=origin_of(self._source.metadata),
             num_tensors=len(tensors),
             original_nbytes=original_nbytes,
             num_timed_tensors=len(self._work.entries),

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvz.capture_metadata import METADATA_KEY
 from kvz.codecs.base import Codec
 from kvz.codecs.raw import RawCodec
-from kvz.compressing import plan
 from kvz.formats.errors import ConfigError
 from kvz.formats.head import TensorEntry
 from kvz.layout import Layout
+from kvz.planning import plan
 from kvz.safetensors_io import SafetensorsFile
 
 #: The only dtype whose speed is measured: the one that the fast codecs take.
@@ -36,6 +38,26 @@ class ShapeGroup:
     num_tokens: int
     num_heads: int
     head_dim: int
+
+
+def group_shapes(entries: Sequence[TensorEntry]) -> list[ShapeGroup]:
+    """The shapes of tensors, the most frequent first."""
+    views = {entry.shape: entry.view_shape for entry in entries}
+    counts = Counter(entry.shape for entry in entries)
+    groups = []
+    for shape, count in counts.most_common():
+        outer, tokens, inner = views[shape]
+        groups.append(ShapeGroup(count, shape, tokens, outer, inner))
+    return groups
+
+
+def origin_of(metadata: Mapping[str, str]) -> str | None:
+    """What a capture says of where it comes from; captures of other programs say nothing."""
+    try:
+        origin = json.loads(metadata[METADATA_KEY])["origin"]
+    except (KeyError, ValueError, TypeError, RecursionError):
+        return None
+    return origin if isinstance(origin, str) else None
 
 
 class WorkChunk(NamedTuple):
@@ -108,13 +130,7 @@ class Workload:
 
     def shapes(self) -> list[ShapeGroup]:
         """The shapes of the timed tensors, the most frequent first."""
-        views = {entry.shape: entry.view_shape for entry in self.entries}
-        counts = Counter(entry.shape for entry in self.entries)
-        groups = []
-        for shape, count in counts.most_common():
-            outer, tokens, inner = views[shape]
-            groups.append(ShapeGroup(count, shape, tokens, outer, inner))
-        return groups
+        return group_shapes(self.entries)
 
     def poison_outputs(self) -> None:
         """Make every output element wrong: an element that a decoder forgets cannot pass."""

@@ -10,6 +10,7 @@ import click
 from kvz.cli import options
 from kvz.cli.progress import meter
 from kvz.cli.text import emit
+from kvz.devices import require_gpu
 from kvz.formats.ids import CODEC_NAMES
 
 
@@ -34,6 +35,21 @@ def _codecs(
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True, metavar="N")
 @options.threads_option
+@options.device_option
+@click.option(
+    "--size",
+    "sizes",
+    multiple=True,
+    metavar="N[K|M|G]",
+    callback=options.parse_sizes,
+    help="With --device cuda: repeat the cache up to this many bytes; default 512M and 2G.",
+)
+@click.option(
+    "--calibrate-on",
+    metavar="CACHE",
+    type=click.Path(),
+    help="With --device cuda: take the codebooks from this cache; default from the measured one.",
+)
 @options.layout_options
 @click.option(
     "--json",
@@ -48,6 +64,9 @@ def command(
     codecs: tuple[str, ...] | None,
     rounds: int,
     threads: int | None,
+    device: str,
+    sizes: tuple[int, ...],
+    calibrate_on: str | None,
     axes: str | None,
     pattern: str | None,
     json_path: str | None,
@@ -56,7 +75,8 @@ def command(
     """Measure codecs and baselines on your own caches.
 
     Ratio, and speed in memory, of each codec, of zstd and of a plain copy, interleaved in one run;
-    every decoded element is compared with the input. The caches are safetensors files.
+    every decoded element is compared with the input. With --device cuda in device memory, against
+    a copy there and nvCOMP. The caches are safetensors files.
 
     \b
     Example:
@@ -65,26 +85,50 @@ def command(
     if json_path is not None:
         options.check_writable_later(json_path, overwrite)
     import kvz
-    from kvz.bench.report import render
-    from kvz.bench.run import run_bench
 
+    on_gpu = require_gpu(device)
+    if not on_gpu and (sizes or calibrate_on):
+        raise click.UsageError("--size and --calibrate-on need --device cuda")
+    if on_gpu and threads:
+        raise click.UsageError("--threads is for the CPU, not for --device cuda")
     with meter("bench", unit="steps") as progress:
 
         def show(what: str, done: int, steps: int) -> None:
             progress.update(done, steps, what)
 
-        report = run_bench(
-            caches,
-            codecs=codecs,
-            rounds=rounds,
-            threads=threads,
-            layout=kvz.Layout(axes, pattern),
-            progress=show,
-        )
+        settings = {
+            "codecs": codecs,
+            "rounds": rounds,
+            "layout": kvz.Layout(axes, pattern),
+            "progress": show,
+        }
+        if on_gpu:
+            chosen = {"sizes": sizes} if sizes else {}
+            text, document = _on_gpu(
+                caches, device=device, calibrate_on=calibrate_on, **chosen, **settings
+            )
+        else:
+            text, document = _on_cpu(caches, threads=threads, **settings)
     if json_path != options.STANDARD_STREAM:
-        emit(render(report).rstrip("\n"))
+        emit(text.rstrip("\n"))
     if json_path is not None:
-        _write_json(report.to_dict(), json_path, overwrite)
+        _write_json(document, json_path, overwrite)
+
+
+def _on_cpu(caches: tuple[str, ...], **settings: Any) -> tuple[str, dict[str, Any]]:
+    from kvz.bench.report import render
+    from kvz.bench.run import run_bench
+
+    report = run_bench(caches, **settings)
+    return render(report), report.to_dict()
+
+
+def _on_gpu(caches: tuple[str, ...], **settings: Any) -> tuple[str, dict[str, Any]]:
+    from kvz.bench.device_report import render
+    from kvz.bench.device_run import run_device_bench
+
+    report = run_device_bench(caches, **settings)
+    return render(report), report.to_dict()
 
 
 def _write_json(document: dict[str, Any], path: str, overwrite: bool) -> None:

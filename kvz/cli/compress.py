@@ -9,20 +9,10 @@ import click
 
 from kvz.cli import options
 from kvz.cli.progress import file_nbytes, meter
-from kvz.cli.text import count, emit, emit_json, format_nbytes, printable
+from kvz.cli.text import count, emit, emit_json, format_nbytes, format_stages, printable
 
 if TYPE_CHECKING:
     from kvz.compressing import CompressReport
-
-_DEVICES = ("auto", "cpu")
-
-
-def _device(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    if value.partition(":")[0] == "cuda":
-        raise click.BadParameter("this version of kvz has no GPU codecs; use auto or cpu")
-    if value not in _DEVICES:
-        raise click.BadParameter(f"{value!r} must be one of {', '.join(_DEVICES)}")
-    return value
 
 
 @click.command()
@@ -32,8 +22,9 @@ def _device(ctx: click.Context, param: click.Parameter, value: str) -> str:
 @options.codec_options_option
 @click.option("--codebook", metavar="FILE", type=click.Path(), help="Made by kvz calibrate.")
 @options.layout_options
-@click.option("--device", default="auto", show_default=True, callback=_device)
+@options.device_option
 @options.threads_option
+@options.timings_option
 @options.overwrite_option
 @options.json_option
 def command(
@@ -46,6 +37,7 @@ def command(
     pattern: str | None,
     device: str,
     threads: int | None,
+    timings: bool,
     overwrite: bool,
     as_json: bool,
 ) -> None:
@@ -60,6 +52,7 @@ def command(
     """
     target = options.default_destination(source, destination, ".kvz")
     options.check_streams(source, target)
+    options.check_timings(timings, device)
     import kvz
 
     with meter("compressing", file_nbytes(source)) as progress:
@@ -70,6 +63,7 @@ def command(
             codec_options=codec_options,
             codebook=codebook,
             layout=kvz.Layout(axes, pattern),
+            device=device,
             threads=threads,
             overwrite=overwrite,
             progress=progress.advance,
@@ -79,6 +73,8 @@ def command(
         emit_json(_document(report), to_stderr=to_stderr)
     else:
         emit(_line(report), to_stderr=to_stderr)
+        if timings and report.stages is not None:
+            emit(format_stages(report.stages, report.original_nbytes), to_stderr=to_stderr)
 
 
 def _document(report: CompressReport) -> dict[str, Any]:

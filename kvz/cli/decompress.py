@@ -8,7 +8,7 @@ import click
 
 from kvz.cli import options
 from kvz.cli.progress import meter, raw_nbytes
-from kvz.cli.text import count, emit, emit_json, format_nbytes, printable
+from kvz.cli.text import count, emit, emit_json, format_nbytes, format_stages, printable
 
 
 @click.command()
@@ -28,7 +28,9 @@ from kvz.cli.text import count, emit, emit_json, format_nbytes, printable
     callback=options.parse_tokens,
     help="Only the stored tokens A to B-1.",
 )
+@options.device_option
 @options.threads_option
+@options.timings_option
 @options.overwrite_option
 @options.json_option
 def command(
@@ -36,7 +38,9 @@ def command(
     destination: str | None,
     layers: frozenset[int] | None,
     tokens: slice | None,
+    device: str,
     threads: int | None,
+    timings: bool,
     overwrite: bool,
     as_json: bool,
 ) -> None:
@@ -51,6 +55,7 @@ def command(
     """
     target = options.default_destination(source, destination, ".safetensors")
     options.check_streams(source, target)
+    options.check_timings(timings, device)
     import kvz
 
     total = raw_nbytes(source) if layers is None and tokens is None else None
@@ -60,6 +65,7 @@ def command(
             target,
             layers=layers,
             tokens=tokens,
+            device=device,
             threads=threads,
             overwrite=overwrite,
             progress=progress.advance,
@@ -76,3 +82,5 @@ def command(
         f"{report.seconds:.2f} s, {report.gb_per_s:.2f} GB/s",
         to_stderr=to_stderr,
     )
+    if timings and report.stages is not None:
+        emit(format_stages(report.stages, report.restored_nbytes), to_stderr=to_stderr)

@@ -19,6 +19,9 @@ COMMANDS = {
     "verify": "Check archives from the first byte to the last.",
     "inspect": "Show what is in an archive.",
     "generate": "Go on generating from a cache, in a new process.",
+    "split": "Split a cache into shards by its kv heads.",
+    "merge": "Merge the shards of a cache into one file.",
+    "convert": "Convert a cache dump of another program to a capture.",
     "calibrate": "Make a codebook from one or several caches.",
     "bench": "Measure codecs and baselines on your own caches.",
 }

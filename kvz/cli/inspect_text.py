@@ -106,16 +106,18 @@ def _layer_line(group: LayerGroup) -> str:
     numbers = f"{group.first}" if group.first == group.last else f"{group.first}-{group.last}"
     window = "" if group.window is None else f" window {group.window}"
     kind = "" if group.kind is None else f"{group.kind}{window}, "
-    return f"{numbers}: {kind}{_parts(group.parts)}"
+    # states of other kinds are in the list of tensors
+    absent = "nothing stored" if group.kind == "empty" else "no keys or values"
+    return f"{numbers}: {kind}{_parts(group.parts) or absent}"
 
 
 def _parts(parts: tuple[StoredPart, ...]) -> str:
-    """Key and value, together when they are alike."""
+    """Key and value, together when they are alike; nothing when there is neither."""
     named: dict[str, list[str]] = {}
     for part in parts:
         named.setdefault(f"{list(part.shape)} {part.dtype}", []).append(part.part)
     shown = [f"{'/'.join(names)} {what}" for what, names in named.items()]
-    return ", ".join(shown) or "nothing stored"
+    return ", ".join(shown)
 
 
 def _codec_label(codec: CodecUse) -> str:

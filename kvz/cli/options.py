@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import click
 
 from kvz.cli.text import is_terminal
-from kvz.formats.errors import SourceError
+from kvz.devices import DEFAULT_DEVICE, gpu_index
+from kvz.formats.errors import ConfigError, SourceError
 from kvz.formats.ids import CODEC_NAMES
 from kvz.formats.limits import MAX_TENSORS
 
@@ -65,6 +66,50 @@ def parse_tokens(ctx: click.Context, param: click.Parameter, value: str | None) 
     if stop <= start:
         raise click.BadParameter(f"{value!r} holds no token: STOP must be greater than START")
     return slice(start, stop)
+
+
+def parse_device(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
+    try:
+        gpu_index(value)
+    except ConfigError:
+        raise click.BadParameter(f"{value!r} must be auto, cpu, cuda or cuda:N") from None
+    return value
+
+
+device_option = click.option(
+    "--device",
+    default=DEFAULT_DEVICE,
+    show_default=True,
+    metavar="auto|cpu|cuda[:N]",
+    callback=parse_device,
+    help="Where the codec runs; auto is the CPU.",
+)
+timings_option = click.option(
+    "--timings", is_flag=True, help="With --device cuda: also print how long each stage took."
+)
+
+
+def check_timings(timings: bool, device: str) -> None:
+    """Only the GPU pipeline has stages."""
+    if timings and gpu_index(device) is None:
+        raise click.UsageError("--timings needs --device cuda")
+
+
+_SIZE_UNITS = {"K": 10, "M": 20, "G": 30}
+
+
+def parse_sizes(
+    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
+) -> tuple[int, ...]:
+    """``512M``, ``2G``: binary units."""
+    sizes = []
+    for value in values:
+        match = re.fullmatch(r"([1-9][0-9]{0,5})([KMG])", value.strip())
+        if match is None:
+            raise click.BadParameter(f"{value!r} must be a number and K, M or G, such as 512M")
+        sizes.append(int(match[1]) << _SIZE_UNITS[match[2]])
+    return tuple(sizes)
 
 
 def codec_option(default: str) -> Callable[[F], F]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -39,6 +39,15 @@ def format_nbytes(nbytes: int) -> str:
 
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def format_stages(stages: Mapping[str, float], nbytes: int) -> str:
+    """Seconds of each stage, and raw GB/s of those that took measurable time."""
+    parts = []
+    for name, seconds in stages.items():
+        speed = f" ({nbytes / seconds / 1e9:.2f} GB/s)" if seconds >= 1e-4 else ""
+        parts.append(f"{name.replace('_', ' ')} {seconds:.4f} s{speed}")
+    return "stages (batches overlap): " + ", ".join(parts)
 
 
 def aligned(rows: Sequence[Sequence[str]], alignment: str) -> list[str]:

@@ -10,6 +10,7 @@ import click
 from kvz.cli import errors, models, options
 from kvz.cli.progress import meter, raw_nbytes
 from kvz.cli.text import count, emit, emit_json, format_nbytes, printable
+from kvz.devices import DEFAULT_DEVICE
 
 
 @click.command()
@@ -50,8 +51,8 @@ def command(
     Every checksum is verified and every chunk decoded; with --against every element and the
     metadata are compared with a capture. With --model, config, RoPE, weights, dtype, tokens and
     shard must be that model's; --replay also compares numbers: to the bit where the same kernels
-    run, else within rounding. All files are checked; the exit code is the highest of theirs. - is
-    standard input.
+    run, else within rounding. --device cuda decodes on the GPU as well. All files are checked; the
+    exit code is the highest of theirs. - is standard input.
 
     \b
     Example:
@@ -70,7 +71,7 @@ def command(
     results = []
     for path in files:
         options.check_streams(path, None)
-        result = _check(path, against, threads, judge)
+        result = _check(path, against, _codec_device(device), threads, judge)
         results.append(result)
         if result["error"] is None and not as_json:
             for line in _lines(result):
@@ -78,6 +79,11 @@ def command(
     if as_json:
         emit_json({"ok": all(r["error"] is None for r in results), "files": results})
     return max(int(result["exit_code"]) for result in results)
+
+
+def _codec_device(device: str) -> str:
+    """Archives are decoded where the model runs, if that is a CUDA device."""
+    return device if device.partition(":")[0] == "cuda" else DEFAULT_DEVICE
 
 
 class _Judge:
@@ -97,13 +103,15 @@ class _Judge:
 
 
 def _check(
-    path: str, against: str | None, threads: int | None, judge: _Judge | None
+    path: str, against: str | None, device: str, threads: int | None, judge: _Judge | None
 ) -> dict[str, Any]:
     import kvz
 
     try:
         with meter("verifying", raw_nbytes(path)) as progress:
-            report = kvz.verify(path, against=against, threads=threads, progress=progress.advance)
+            report = kvz.verify(
+                path, against=against, device=device, threads=threads, progress=progress.advance
+            )
         judged = {} if judge is None else judge(path)
     except Exception as error:  # the other files are still to be checked
         code = errors.tell(error)

@@ -16,6 +16,7 @@ from kvz.formats.errors import InvalidField
 
 # kernels are imported where they run: configuration and codebooks do without numba
 
+
 def _parse_windows(text: str) -> tuple[int, ...]:
     """``3/4`` or ``2/3/4``; a final ``/raw`` is allowed."""
     sets = {"/".join(map(str, windows)): windows for windows in layout.WINDOW_SETS}

@@ -6,15 +6,12 @@ The counterpart of :mod:`kvz.codecs` for chunks in device memory. Nothing here w
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvz.codecs.base import Shape
-from kvz.codecs import codec_from_options
 from kvz.formats.codecs import gaac as gaac_layout
 from kvz.formats.codecs import splitzip as splitzip_layout
 from kvz.formats.codecs.gaac import GaacConfig, Geometry
@@ -67,7 +64,7 @@ class Workspace(NamedTuple):
 
 
 class DeviceBinding(Protocol):
-    """One codec configuration. A *group* is what all chunks of one launch have in common."""
+    """One codec configuration. All chunks of a launch have the same ``inner`` size."""
 
     @property
     def last_nbytes_field(self) -> int:
@@ -84,15 +81,11 @@ class DeviceBinding(Protocol):
         """Bytes before what ``last_nbytes_field`` counts."""
         ...
 
-    def group(self, shape: Shape, prepared: NDArray[np.uint8]) -> Hashable: ...
-
     def place(self, memory: ChunkMemory) -> ChunkPlace: ...
 
-    def scratch_nbytes(self, batch: Batch, group: Any) -> int: ...
+    def scratch_nbytes(self, batch: Batch, inner: int) -> int: ...
 
-    def encode(
-        self, batch: Batch, work: Workspace, lengths: torch.Tensor, group: Any
-    ) -> None:
+    def encode(self, batch: Batch, work: Workspace, lengths: torch.Tensor, group: Any) -> None:
         """Payloads, and their lengths to int64[chunks]. Gaps between streams are not touched."""
         ...
 
@@ -100,8 +93,8 @@ class DeviceBinding(Protocol):
         """Raises InvalidField when a payload is shorter than its shape requires."""
         ...
 
-    def decode(self, batch: Batch, status: torch.Tensor, group: Any) -> None:
-        """``status`` int32[chunks], zero before, becomes 1 for payloads that contradict themselves."""
+    def decode(self, batch: Batch, status: torch.Tensor, inner: int) -> None:
+        """``status`` int32[chunks], zero before, becomes 1 where a payload contradicts itself."""
         ...
 
 
@@ -130,9 +123,6 @@ class GaacBinding:
     def fixed_nbytes(self, shape: Shape) -> int:
         return self._streams(shape)[-1]
 
-    def group(self, shape: Shape, prepared: NDArray[np.uint8]) -> int:
-        return shape[2]
-
     def place(self, memory: ChunkMemory) -> ChunkPlace:
         outer, tokens, _ = memory.shape
         streams = self._streams(memory.shape)
@@ -156,23 +146,23 @@ class GaacBinding:
         block_tiles = Geometry.of((1, 1, inner), self._config).block_tiles
         return {"inner": inner, "block_tiles": block_tiles}
 
-    def scratch_nbytes(self, batch: Batch, group: Any) -> int:
-        return gaac.scratch_nbytes(batch, **self._options(group))
+    def scratch_nbytes(self, batch: Batch, inner: int) -> int:
+        return gaac.scratch_nbytes(batch, **self._options(inner))
 
-    def encode(self, batch: Batch, work: Workspace, lengths: torch.Tensor, group: Any) -> None:
-        gaac.encode(batch, *work, narrow=self._config.narrow, **self._options(group))
+    def encode(self, batch: Batch, work: Workspace, lengths: torch.Tensor, inner: int) -> None:
+        gaac.encode(batch, *work, narrow=self._config.narrow, **self._options(inner))
         last_field = self.last_nbytes_field - 1
         payload_ends(batch, work.totals, lengths, last_field=last_field, paired=False)
 
     def check_payload(self, shape: Shape, payload_nbytes: int) -> None:
         gaac_layout.streams(shape, self._config, payload_nbytes)
 
-    def decode(self, batch: Batch, status: torch.Tensor, group: Any) -> None:
-        gaac.decode(batch, status, narrow=self._config.narrow, **self._options(group))
+    def decode(self, batch: Batch, status: torch.Tensor, inner: int) -> None:
+        gaac.decode(batch, status, narrow=self._config.narrow, **self._options(inner))
 
 
 class SplitzipBinding:
-    """Groups are ``(inner, whether every codebook is 16 consecutive exponents)``."""
+    """Any codebook of 16 exponents."""
 
     #: Streams before it: codes, offsets, positions.
     last_nbytes_field = _FIRST_STREAM_FIELD + 3
@@ -185,10 +175,6 @@ class SplitzipBinding:
 
     def fixed_nbytes(self, shape: Shape) -> int:
         return 0
-
-    def group(self, shape: Shape, prepared: NDArray[np.uint8]) -> tuple[int, bool]:
-        is_run = int(prepared[-1]) - int(prepared[0]) == splitzip_layout.CODEBOOK_SIZE - 1
-        return shape[2], is_run
 
     def place(self, memory: ChunkMemory) -> ChunkPlace:
         outer, tokens, inner = memory.shape
@@ -207,24 +193,23 @@ class SplitzipBinding:
             last_nbytes=memory.payload_nbytes,
         )
 
-    def scratch_nbytes(self, batch: Batch, group: Any) -> int:
+    def scratch_nbytes(self, batch: Batch, inner: int) -> int:
         return splitzip.scratch_nbytes(batch)
 
-    def encode(self, batch: Batch, work: Workspace, lengths: torch.Tensor, group: Any) -> None:
-        splitzip.encode(batch, *work, **self._options(group))
+    def encode(self, batch: Batch, work: Workspace, lengths: torch.Tensor, inner: int) -> None:
+        splitzip.encode(batch, *work, **self._options(inner))
         last_field = self.last_nbytes_field - 1
         payload_ends(batch, work.totals, lengths, last_field=last_field, paired=True)
 
     def check_payload(self, shape: Shape, payload_nbytes: int) -> None:
         check_fits(splitzip_layout.escape_streams(math.prod(shape), 0), payload_nbytes)
 
-    def decode(self, batch: Batch, status: torch.Tensor, group: Any) -> None:
-        splitzip.decode(batch, status, **self._options(group))
+    def decode(self, batch: Batch, status: torch.Tensor, inner: int) -> None:
+        splitzip.decode(batch, status, **self._options(inner))
 
     @staticmethod
-    def _options(group: tuple[int, bool]) -> dict[str, Any]:
-        inner, is_run = group
-        return {"inner": inner, "run": is_run, "block_len": splitzip_layout.BLOCK_LEN}
+    def _options(inner: int) -> dict[str, Any]:
+        return {"inner": inner, "block_len": splitzip_layout.BLOCK_LEN}
 
 
 def _check_len(shape: Shape) -> None:
@@ -254,11 +239,6 @@ def require_binding(codec: str, config: Mapping[str, Any]) -> DeviceBinding:
     if binding is None:
         raise ConfigError(f"codec {codec} has no GPU kernels; use gaac or splitzip, or device cpu")
     return binding
-
-
-def binding_from_options(codec: str, options: Mapping[str, str] | None) -> DeviceBinding:
-    """The binding for options as on the command line. Raises UnknownCodec or ConfigError."""
-    return require_binding(codec, codec_from_options(codec, options or {}).config_dict())
 
 
 def make_batch(

@@ -86,7 +86,6 @@ def _encoded_nbytes(
     outer, tokens, inner = bits.shape
     device = bits.device
     prepared: NDArray[np.uint8] = codec.prepare(codebook, "BF16", outer, inner)
-    group = binding.group((outer, tokens, inner), prepared)
     book = torch.from_numpy(prepared).to(device)
     payload = torch.empty(
         binding.max_payload_nbytes((outer, tokens, inner)), dtype=torch.uint8, device=device
@@ -95,7 +94,7 @@ def _encoded_nbytes(
         (outer, tokens, inner), bits.data_ptr(), bits.stride(0), payload.data_ptr(), book.data_ptr()
     )
     batch = make_batch(binding, [memory], device)
-    work = Workspace.empty(batch, binding.scratch_nbytes(batch, group), device)
+    work = Workspace.empty(batch, binding.scratch_nbytes(batch, inner), device)
     lengths = torch.empty(1, dtype=torch.int64, device=device)
-    binding.encode(batch, work, lengths, group)
+    binding.encode(batch, work, lengths, inner)
     return int(lengths)

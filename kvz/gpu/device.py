@@ -1,7 +1,7 @@
 """The device that GPU work runs on: memory, streams, events.
 
-Where Triton interprets (``TRITON_INTERPRET=1``) it is the CPU: the same code runs, slowly, without a
-GPU. Streams and events are then nothing and host clocks.
+Where Triton interprets (``TRITON_INTERPRET=1``) it is the CPU: the same code runs, slowly, without
+a GPU. Streams and events are then nothing and host clocks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -37,7 +36,9 @@ class Marker:
     """A point in a stream (or in time, on the interpreter) between which seconds are measured."""
 
     def __init__(self, interpreted: bool) -> None:
-        self._event = None if interpreted else torch.cuda.Event(enable_timing=True)
+        self._event: Any = None
+        if not interpreted:
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._time = 0.0
 
     def record(self) -> None:
@@ -51,7 +52,8 @@ class Marker:
         """Both must have been reached; synchronise first."""
         if self._event is None or earlier._event is None:
             return self._time - earlier._time
-        return earlier._event.elapsed_time(self._event) / 1e3
+        milliseconds: float = earlier._event.elapsed_time(self._event)
+        return milliseconds / 1e3
 
 
 class Device:
@@ -73,7 +75,9 @@ class Device:
 
     def stream(self) -> Any:
         """A stream of its own for :meth:`using`."""
-        return None if self.interpreted else torch.cuda.Stream(self.torch_device)
+        if self.interpreted:
+            return None
+        return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def using(self, stream: Any) -> Iterator[None]:
@@ -98,8 +102,6 @@ def open_device(name: str) -> Device:
     index = gpu_index(name)
     if index is None:
         raise ConfigError(f"device {name!r} is no GPU")
-    if find_spec("triton") is None:
-        raise ConfigError(f"device {name}: the GPU kernels need the package triton")
     if is_interpreted():
         return Device(torch.device("cpu"))
     if not torch.cuda.is_available():

@@ -23,6 +23,14 @@ def _check_rank(part: str, tensor: torch.Tensor) -> None:
         )
 
 
+def check_held(name: str, tensor: torch.Tensor, num_tokens: int) -> None:
+    """Refuse a tensor of another number of tokens than its record. Raises InvalidField."""
+    if tensor.ndim != 4 or tensor.shape[2] != num_tokens:
+        raise InvalidField(
+            f"{name} has shape {list(tensor.shape)}, metadata says {num_tokens} tokens"
+        )
+
+
 def initialise(layer: Any, key: torch.Tensor, value: torch.Tensor) -> None:
     """Let the layer note dtype, device and shapes as its first update would."""
     layer.update(key[:, :, :0], value[:, :, :0])
@@ -51,9 +59,11 @@ class GrowingKeyValue:
         if not state.num_tokens:
             return
         key, value = state.take("key"), state.pop("value")
+        check_held("key", key, state.num_tokens)
         initialise(layer, key, key if value is None else value)
         layer.keys = key
         if value is not None:
+            check_held("value", value, state.num_tokens)
             layer.values = value
 
 
@@ -100,6 +110,8 @@ class StaticKeyValue:
         if not state.num_tokens:
             return
         key, value = state.take("key"), state.take("value")
+        check_held("key", key, state.num_tokens)
+        check_held("value", value, state.num_tokens)
         if key.shape[2] > layer.max_cache_len:
             raise InvalidField(f"key has {key.shape[2]} tokens, buffer {layer.max_cache_len}")
         layer.lazy_initialization(key, value)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvz.formats.errors import UnsupportedCache
-from kvz.layers.attention import SlidingKeyValue, initialise, num_held
+from kvz.layers.attention import SlidingKeyValue, check_held, initialise, num_held
 from kvz.layers.state import LayerState
 
 
@@ -29,6 +29,7 @@ class SharedSlidingKeyValue:
     def put(self, layer: Any, state: LayerState) -> None:
         if state.num_tokens:
             key = state.take("key")
+            check_held("key", key, state.num_tokens)
             initialise(layer, key, key)
             layer.keys = layer.values = key
         layer.cumulative_length = state.cumulative_length
@@ -86,5 +87,6 @@ class ReferenceSlidingKeyValue(SlidingKeyValue):
         layer.prefill_length = state.options.get("prefill_length")
         window_key, window_value = state.pop("key"), state.pop("value")
         if window_key is not None and window_value is not None:
+            check_held("key", window_key, state.num_tokens - key.shape[2])
             layer.keys, layer.values = window_key, window_value
         layer.cumulative_length = state.option("window_length", int)

@@ -28,12 +28,12 @@ class CacheContents:
     tensors: tuple[dict[str, torch.Tensor], ...]
 
 
-def layer_prefix(container: Mapping[str, Any], layer_idx: int) -> str:
-    """What the names of a layer's tensors start with: `layers.3` or `cross_layers.3`."""
+def tensor_name(container: Mapping[str, Any], layer_idx: int, part: str) -> str:
+    """Name of a tensor in a file: `layers.3.key`, or `layers.3.cross_key` of cross-attention."""
     num_self = container.get("num_self_layers")
     if num_self is None or layer_idx < num_self:
-        return f"layers.{layer_idx}"
-    return f"cross_layers.{layer_idx - num_self}"
+        return f"layers.{layer_idx}.{part}"
+    return f"layers.{layer_idx - num_self}.cross_{part}"
 
 
 def read_cache(cache: Any, model_dtype: torch.dtype | None) -> CacheContents:
@@ -151,3 +151,17 @@ def container_of(document: Mapping[str, Any]) -> dict[str, Any]:
     if type(num_self) is not int or num_self < 0:
         raise InvalidField(f"kvz metadata: num_self_layers must be >= 0, got {num_self!r}")
     return container
+
+
+def layer_objects(cache: Any) -> list[Any]:
+    """The layers of a cache, cross-attention last."""
+    if hasattr(cache, "self_attention_cache"):
+        return [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+    return list(cache.layers)
+
+
+def note_cross_attention(cache: Any) -> None:
+    """Tell an encoder-decoder cache which cross-attention it need not compute again."""
+    for layer_idx, layer in enumerate(getattr(cache, "cross_attention_cache", cache).layers):
+        if hasattr(cache, "is_updated"):
+            cache.is_updated[layer_idx] = layer.get_seq_length() > 0

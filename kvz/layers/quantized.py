@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kvz.formats.errors import InvalidField, UnsupportedCache
+from kvz.layers.attention import check_held
 from kvz.layers.state import LayerState
 from kvz.torch_dtypes import SAFETENSORS_NAMES, TORCH_DTYPES
 
@@ -48,6 +49,7 @@ class Fp8KeyValue:
             return
         for name, attribute in _SIDES:
             codes, scale = state.take(name), state.take(f"{name}_scale")
+            check_held(name, codes, state.num_tokens)
             if codes.dtype != layer.fp8_dtype:
                 raise InvalidField(f"{name} is {codes.dtype}, layer keeps {layer.fp8_dtype}")
             setattr(layer, attribute, (codes, scale))
@@ -110,9 +112,16 @@ class HqqKeyValue:
             if not option.startswith(f"{name}_"):
                 continue
             field = option.removeprefix(f"{name}_")
-            if isinstance(value, dict) and "dtype" in value:
-                value = TORCH_DTYPES[value["dtype"]]
-            elif isinstance(value, dict):
-                value = torch.Size(value["shape"])
-            meta[field] = value
+            meta[field] = _meta_value(option, value)
         return meta
+
+
+def _meta_value(name: str, value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    dtype, shape = value.get("dtype"), value.get("shape")
+    if dtype in TORCH_DTYPES:
+        return TORCH_DTYPES[dtype]
+    if not isinstance(shape, list) or any(type(size) is not int for size in shape):
+        raise InvalidField(f"layer option {name} is {value!r}, neither a dtype nor a shape")
+    return torch.Size(shape)

@@ -67,6 +67,8 @@ def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Any]]:
     return {name: [SAFETENSORS_NAMES[t.dtype], list(t.shape)] for name, t in tensors.items()}
 
 
-def empty_like(entry: Sequence[Any]) -> torch.Tensor:
-    """A tensor without elements of a described dtype and shape."""
-    return torch.empty(tuple(entry[1]), dtype=TORCH_DTYPES[entry[0]])
+def empty_like(entry: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """A tensor without elements of a described dtype and shape. Raises InvalidField."""
+    if entry[0] not in TORCH_DTYPES:
+        raise InvalidField(f"layer state has dtype {entry[0]!r}, unknown to torch")
+    return torch.empty(tuple(entry[1]), dtype=TORCH_DTYPES[entry[0]], device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -92,6 +93,7 @@ _DERIVED = frozenset({"_sliding_window_tensor", "sliding_window_tensor"})
 
 # Token axis of the tensors that a prefix of the prompt cuts, of kinds that hold every token.
 _PREFIX_AXES = {"key": 2, "value": 2, "indexer_key": -2, "indexer_position_ids": -1}
+_BATCH_FIRST = re.compile(r"(key|value|conv_state(_\d+)?|recurrent_state(_\d+)?|indexer_key)$")
 _PREFIX_KINDS = frozenset({"full", "indexed", "minimax_m3_sparse", "static", "static_indexed"})
 
 
@@ -199,7 +201,9 @@ def check_tensor(
     else:
         expected_dtype, sizes = record.state[part]
         fits = list(tensor.shape) == list(sizes)
-        shape = str(list(sizes))
+        if _BATCH_FIRST.match(part):
+            fits = fits and tensor.ndim > 0 and tensor.shape[0] == batch
+        shape = f"{list(sizes)}, a batch of {batch}"
     if not fits:
         raise InvalidField(f"{name} has shape {list(tensor.shape)}, metadata says {shape}")
     if SAFETENSORS_NAMES.get(tensor.dtype) != expected_dtype:
@@ -223,9 +227,10 @@ def put_layer(
     the first ones, where `has_prefix` allows it. Raises InvalidField for tensors that do not fit.
     """
     held = dict(tensors)
+    device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
     for name, entry in (record.state or {}).items():
         if 0 in entry[1]:
-            held[name] = empty_like(entry)
+            held[name] = empty_like(entry, device)
     seen, kept = record.cumulative_length, record.num_tokens
     if num_tokens is not None and kept:
         seen = kept = min(num_tokens, kept)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 WINDOW = 16
+# one token for each
+WORDS = [f"w{i}" for i in range(128)]
 
 
 def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
@@ -66,3 +69,20 @@ def left_padded_mask(batch: int, num_tokens: int, padding: int) -> torch.Tensor:
     mask = torch.ones((batch, num_tokens), dtype=torch.long)
     mask[0, :padding] = 0
     return mask
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer that knows `WORDS`, between spaces."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def save_model(model: Any, folder: Path) -> Path:
+    """Write a model with that tokenizer; returns the folder."""
+    save_tokenizer(folder)
+    model.save_pretrained(folder)
+    return folder

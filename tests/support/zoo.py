@@ -127,6 +127,7 @@ ZOO: dict[str, Entry] = {
         "DeepseekV4Config",
         "heavily_compressed compressed_sparse",
         sliding_window=16,
+        compress_rates={"heavily_compressed_attention": 8, "compressed_sparse_attention": 4},
         num_key_value_heads=1,
         head_dim=16,
         q_lora_rank=32,

@@ -1,0 +1,171 @@
+"""kvz codecs on a GPU as a benchmark sees them, and how one turn of a contestant is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from kvz.bench.contestants import CodecContestant
+from kvz.bench.device_workload import DeviceWorkload
+from kvz.formats.errors import ContentMismatch
+from kvz.gpu.bindings import DeviceBinding, require_binding
+from kvz.gpu.device import Device
+from kvz.gpu.device_codec import DeviceDecoder, DeviceEncoder
+
+#: Written before every timed encoding: more than any GPU's cache, and long enough to hide launches.
+_FLUSH_NBYTES = 512 << 20
+_ITEMSIZE = 2
+
+
+class DeviceContestant(Protocol):
+    """Encodes and decodes the same data again and again; ``graph``: may be captured."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_baseline(self) -> bool: ...
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+
+    @property
+    def graph(self) -> bool: ...
+
+    @property
+    def counted_nbytes(self) -> int: ...
+
+    def encode(self) -> None: ...
+
+    def decode(self) -> None: ...
+
+    def stored_nbytes(self) -> int:
+        """Bytes that stand for ``counted_nbytes``. Waits for the device."""
+        ...
+
+    def ratio(self) -> float:
+        """Bytes of the tensors / bytes stored for them. Waits for the device."""
+        ...
+
+    def poison(self) -> None: ...
+
+    def is_restored(self) -> bool: ...
+
+
+class DeviceSpec:
+    """A codec to measure; ``label`` is how the user spelled it."""
+
+    def __init__(self, label: str, contestant: CodecContestant) -> None:
+        """Raises ConfigError for a codec without GPU kernels."""
+        self.label = label
+        self.codec = contestant.codec
+        self.config = contestant.config
+        self.binding: DeviceBinding = require_binding(self.codec.name, self.config)
+
+
+class DeviceCodecContestant:
+    """A kvz codec on the tensors of a workload, chunk by chunk as in an archive."""
+
+    is_baseline = False
+
+    def __init__(
+        self,
+        spec: DeviceSpec,
+        work: DeviceWorkload,
+        codebooks: Mapping[str, bytes],
+        payloads: torch.Tensor,
+        *,
+        graph: bool = True,
+        suffix: str = "",
+    ) -> None:
+        self.name = spec.label + suffix
+        self.config = spec.config
+        self.graph = graph
+        self._work = work
+        self._encoder = DeviceEncoder(
+            work.tensors,
+            spec.codec,
+            codebooks=[codebooks[name] for name in work.book_names],
+            payloads=payloads,
+        )
+        self._decoder = DeviceDecoder.of(self._encoder, work.outputs)
+
+    @property
+    def counted_nbytes(self) -> int:
+        return self._work.nbytes
+
+    def encode(self) -> None:
+        self._encoder.encode()
+
+    def decode(self) -> None:
+        self._decoder.decode()
+
+    def stored_nbytes(self) -> int:
+        return sum(self._encoder.payload_nbytes())
+
+    def ratio(self) -> float:
+        return self.counted_nbytes / self.stored_nbytes()
+
+    def poison(self) -> None:
+        self._work.poison_outputs()
+
+    def is_restored(self) -> bool:
+        self._decoder.check()
+        return self._work.is_restored()
+
+
+class Timer:
+    """Times work on the device: events around it, launches hidden behind work before it."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._flush = device.empty(0 if device.interpreted else _FLUSH_NBYTES)
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        """Seconds that ``work`` takes on the device."""
+        start, end = self._device.marker(), self._device.marker()
+        # also empties the cache
+        self._flush.fill_(1)
+        start.record()
+        work()
+        end.record()
+        self._device.synchronize()
+        return end.seconds_since(start)
+
+    def prepared(self, work: Callable[[], None], graph: bool) -> Callable[[], None]:
+        """``work`` compiled, and as one graph launch if it may be captured."""
+        work()
+        self._device.synchronize()
+        if not graph or self._device.interpreted:
+            return work
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            work()
+        return captured.replay
+
+
+class Turns:
+    """Seconds of each round of one contestant."""
+
+    def __init__(self, contestant: DeviceContestant, timer: Timer, where: str) -> None:
+        self.contestant = contestant
+        self.encode_s: list[float] = []
+        self.decode_s: list[float] = []
+        self._where = where
+        self._timer = timer
+        self._encode = timer.prepared(contestant.encode, contestant.graph)
+        self._decode = timer.prepared(contestant.decode, contestant.graph)
+
+    def take(self) -> None:
+        """One round. Raises ContentMismatch when an element is not restored."""
+        encode_s = self._timer.seconds(self._encode)
+        self.contestant.poison()
+        decode_s = self._timer.seconds(self._decode)
+        if not self.contestant.is_restored():
+            raise ContentMismatch(
+                f"{self._where}: {self.contestant.name} does not restore its input"
+            )
+        self.encode_s.append(encode_s)
+        self.decode_s.append(decode_s)

@@ -98,9 +98,11 @@ class Prelude:
                 raise NotKvzFile(
                     "the kvz magic is mangled: the file went through a text-mode transfer"
                 )
+            if data[8:10] == b'{"':
+                raise NotKvzFile("a safetensors file, not an archive: kvz compress makes one of it")
             raise NotKvzFile("not a kvz file (the first bytes are not the kvz magic)")
         if len(data) < PRELUDE_NBYTES:
-            raise TruncatedFile(f"file has {len(data)} bytes, a prelude needs {PRELUDE_NBYTES}")
+            raise TruncatedFile(f"ends after {len(data)} bytes: it is incomplete")
         _, major, minor, need_major, need_minor, features, nbytes, head_sum, own_sum = (
             _PRELUDE.unpack(data[:PRELUDE_NBYTES])
         )

@@ -32,6 +32,10 @@ class NotSafetensorsFile(FormatError):
     """The file is not a readable safetensors file."""
 
 
+class NotCodebookFile(FormatError):
+    """The file is not one that ``kvz calibrate`` wrote."""
+
+
 class UnsupportedVersion(FormatError):
     """The file needs a newer reader."""
 

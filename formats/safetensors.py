@@ -51,10 +51,10 @@ def header_nbytes(prefix: bytes) -> int:
     if len(prefix) < LENGTH_NBYTES:
         raise NotSafetensorsFile("not a safetensors file: it is shorter than 8 bytes")
     (nbytes,) = struct.unpack("<Q", prefix[:LENGTH_NBYTES])
+    if prefix[:4] == b"\x89KVZ":
+        raise NotSafetensorsFile("is a kvz archive already, where a safetensors file is needed")
     if nbytes > MAX_HEADER_NBYTES:
-        raise NotSafetensorsFile(
-            f"not a safetensors file: its first 8 bytes give a header of {nbytes} bytes"
-        )
+        raise NotSafetensorsFile("not a safetensors file: its first bytes are no header length")
     return int(nbytes)
 
 

@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from kvz.capturing import Capture, capture, capture_cache
     from kvz.compressing import CompressReport, compress
     from kvz.decompressing import DecompressReport, decompress
-    from kvz.formats.errors import KvzError
+    from kvz.formats.errors import (
+        ConfigError,
+        ContentMismatch,
+        DamagedFile,
+        FormatError,
+        IdentityMismatch,
+        KvzError,
+        MismatchError,
+        SourceError,
+        UnsupportedCache,
+    )
     from kvz.layout import Layout
     from kvz.restoring import generate_from, restore, to_cache
     from kvz.verifying import VerifyReport, verify
@@ -29,6 +39,14 @@ _EXPORTS = {
     "Capture": ("kvz.capturing", "Capture"),
     "CompressReport": ("kvz.compressing", "CompressReport"),
     "DecompressReport": ("kvz.decompressing", "DecompressReport"),
+    "ConfigError": ("kvz.formats.errors", "ConfigError"),
+    "ContentMismatch": ("kvz.formats.errors", "ContentMismatch"),
+    "DamagedFile": ("kvz.formats.errors", "DamagedFile"),
+    "FormatError": ("kvz.formats.errors", "FormatError"),
+    "IdentityMismatch": ("kvz.formats.errors", "IdentityMismatch"),
+    "MismatchError": ("kvz.formats.errors", "MismatchError"),
+    "SourceError": ("kvz.formats.errors", "SourceError"),
+    "UnsupportedCache": ("kvz.formats.errors", "UnsupportedCache"),
     "KvzError": ("kvz.formats.errors", "KvzError"),
     "Layout": ("kvz.layout", "Layout"),
     "VerifyReport": ("kvz.verifying", "VerifyReport"),
@@ -49,9 +67,17 @@ __all__ = [
     "CalibrateReport",
     "Capture",
     "CompressReport",
+    "ConfigError",
+    "ContentMismatch",
+    "DamagedFile",
     "DecompressReport",
+    "FormatError",
+    "IdentityMismatch",
     "KvzError",
     "Layout",
+    "MismatchError",
+    "SourceError",
+    "UnsupportedCache",
     "VerifyReport",
     "__version__",
     "calibrate",
@@ -65,6 +91,10 @@ __all__ = [
     "to_cache",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ from kvz.formats.container import Index, Prelude, Trailer
 from kvz.formats.errors import ChecksumMismatch, ConfigError
 from kvz.formats.head import Head, TensorEntry
 from kvz.formats.ids import SectionKind
-from kvz.layout import is_key_or_value, layer_index
+from kvz.layout import is_key_or_value, layer_index, part_name
 from kvz.sections import Decoder, EncodedChunk, Wanted, check_complete, section_name
 
 #: One read of this size at the end of a file usually brings trailer and index.
@@ -81,8 +81,13 @@ class Archive:
         return list(self._by_name)
 
     def entry(self, name: str) -> TensorEntry:
-        """Raises KeyError."""
-        return self.head.tensors[self._by_name[name]]
+        """Raises ConfigError for a tensor that the archive does not hold."""
+        return self.head.tensors[self._number(name)]
+
+    def _number(self, name: str) -> int:
+        if name not in self._by_name:
+            raise ConfigError(f"{self.name}: has no tensor {name!r}")
+        return self._by_name[name]
 
     def dtype(self, name: str) -> str:
         return self.entry(name).dtype
@@ -95,7 +100,7 @@ class Archive:
 
         ``tokens`` has step 1 and applies to the token axis. Raises ConfigError and DamagedFile.
         """
-        index = self._by_name[name]
+        index = self._number(name)
         entry = self.head.tensors[index]
         outer, _, inner = entry.view_shape
         start, stop = token_range(tokens, entry)
@@ -138,10 +143,7 @@ class Archive:
         """
         for candidate in self.layers:
             if candidate.index == layer:
-                return {
-                    name.rpartition(".")[2]: self.read_tensor(name, tokens)
-                    for name in candidate.names
-                }
+                return {part_name(name): self.read_tensor(name, tokens) for name in candidate.names}
         raise ConfigError(f"{self.name}: has no layer {layer}")
 
     # -- sections

@@ -40,8 +40,8 @@ class Capture:
     its memory: generating leaves them alone, changing the cache in place does not.
     """
 
-    tensors: dict[str, torch.Tensor]
-    metadata: dict[str, str]
+    tensors: dict[str, torch.Tensor] = field(repr=False)
+    metadata: dict[str, str] = field(repr=False)
     cache: Any = field(repr=False, compare=False)
 
     @property

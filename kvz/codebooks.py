@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvz.codecs.base import Codec
 from kvz.files import atomic_output, naming
-from kvz.formats.errors import ContentMismatch, InvalidField
+from kvz.formats.errors import ContentMismatch, NotCodebookFile
 from kvz.formats.head import TensorEntry
 from kvz.formats.limits import MAX_CODEBOOK_NBYTES
 from kvz.safetensors_io import TensorReader
@@ -63,6 +63,10 @@ def read_sample(reader: TensorReader, entry: TensorEntry) -> NDArray[Any]:
     return sample
 
 
+def _describe(codec: str, config: Mapping[str, Any]) -> str:
+    return " ".join([codec, *(f"{key}={value}" for key, value in config.items())])
+
+
 @dataclass(frozen=True, slots=True)
 class TensorCodebook:
     """The codebook section of one tensor and the shape that it was calibrated for."""
@@ -84,8 +88,8 @@ class CodebookFile:
         """The codebook section for a tensor. Raises ContentMismatch when there is none."""
         if (self.codec, self.config) != (codec.name, codec.config_dict()):
             raise ContentMismatch(
-                f"codebook is for {self.codec} {dict(self.config)}, "
-                f"not for {codec.name} {codec.config_dict()}"
+                f"codebook is for {_describe(self.codec, self.config)}, "
+                f"not for {_describe(codec.name, codec.config_dict())}"
             )
         book = self.tensors.get(entry.name)
         outer, _, inner = entry.view_shape
@@ -116,7 +120,7 @@ class CodebookFile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CodebookFile:
-        """Raises SourceError or InvalidField."""
+        """Raises SourceError or NotCodebookFile."""
         with naming(os.fspath(path)):
             with open(path, "rb") as stream:
                 data = stream.read(MAX_CODEBOOK_NBYTES)
@@ -133,4 +137,4 @@ class CodebookFile:
                 }
                 return cls(config.pop("name"), config, tensors)
             except _MALFORMED as error:
-                raise InvalidField(f"not a kvz codebook file: {error}") from None
+                raise NotCodebookFile(f"not a codebook that kvz calibrate made: {error}") from None

@@ -39,7 +39,8 @@ Progress = Callable[[int], None]
 class CompressReport:
     """What :func:`compress` did. Sizes in bytes; ``ratio`` counts every byte of the archive.
 
-    ``num_fallback_tensors``: tensors that the codec does not take and ``zstd`` stored. ``stages``:
+    ``num_fallback_tensors``: tensors that the codec does not take and ``zstd`` stored.
+    ``guessed_axis``: the first tensor whose token axis was taken from its shape alone. ``stages``:
     with a GPU, the seconds that each stage was busy (:mod:`kvz.gpu.stages`); they overlap.
     """
 
@@ -48,6 +49,7 @@ class CompressReport:
     codec: str
     num_tensors: int
     num_fallback_tensors: int
+    guessed_axis: str | None
     original_nbytes: int
     stored_nbytes: int
     seconds: float
@@ -112,7 +114,7 @@ def compress(
     *,
     codec_options: Mapping[str, str] | None = None,
     codebook: str | os.PathLike[str] | None = None,
-    layout: Layout | None = None,
+    layout: Layout | str | None = None,
     metadata: Mapping[str, str] | None = None,
     device: str = DEFAULT_DEVICE,
     threads: int | None = None,
@@ -135,12 +137,14 @@ def compress(
     if hasattr(source, "tensors") and hasattr(source, "metadata"):
         source, metadata = source.tensors, source.metadata
     binding = codec_from_options(codec, codec_options or {})
-    if not isinstance(source, Mapping) and same_file(source, destination):
-        raise ConfigError(f"{os.fspath(destination)}: input and output are the same file")
     book = None if codebook is None else CodebookFile.load(codebook)
     opened = open_source(source, metadata)
+    if not isinstance(source, Mapping) and same_file(source, destination):
+        raise ConfigError(f"{os.fspath(destination)}: input and output are the same file")
+    where = Layout(layout) if isinstance(layout, str) else layout or Layout()
     with naming(opened.name):
-        head = plan(opened, binding, layout or Layout())
+        head = plan(opened, binding, where)
+        _check_layout(where, opened)
     gpu = _gpu_encoder(device, head)
     with atomic_output(destination, overwrite=overwrite) as stream, naming(opened.name):
         stored = write_archive(
@@ -159,12 +163,28 @@ def compress(
         codec=codec,
         num_tensors=len(head.tensors),
         num_fallback_tensors=sum(tensor.codec != 0 for tensor in head.tensors),
+        guessed_axis=_guessed_axis(where, head),
         original_nbytes=sum(tensor.nbytes for tensor in opened.header.tensors),
         stored_nbytes=stored,
         seconds=time.perf_counter() - start,
         device="cpu" if gpu is None else gpu.name,
         stages=None if gpu is None else gpu.stages.seconds(),
     )
+
+
+def _check_layout(layout: Layout, source: TensorSource) -> None:
+    tensors = source.header.tensors
+    if layout.given and tensors and all(layout.token_axis(t) is None for t in tensors):
+        raise ConfigError("no tensor has the name and the axes that layout and pattern say")
+
+
+def _guessed_axis(layout: Layout, head: Head) -> str | None:
+    """The first tensor whose token axis follows from nothing but its shape, for people."""
+    for entry in head.tensors:
+        if entry.codec == 0 and entry.token_axis is not None and layout.is_guess(entry.name):
+            axes = ", ".join(map(str, entry.shape))
+            return f"axis {entry.token_axis} of {entry.name} [{axes}]"
+    return None
 
 
 def _gpu_encoder(device: str, head: Head) -> GpuEncoder | None:

@@ -10,7 +10,7 @@ from typing import Any
 from kvz.capture_metadata import METADATA_KEY, LayerRecord, decode_metadata, unpack_layers
 from kvz.formats.errors import KvzError
 from kvz.formats.head import Head, TensorEntry
-from kvz.layout import is_key_or_value, layer_index
+from kvz.layout import is_key_or_value, layer_index, part_name
 
 _LAYER_NUMBER = re.compile(r"(?<=[._/])\d+(?=[._/]|$)")
 
@@ -113,7 +113,7 @@ def group_layers(head: Head, records: Sequence[LayerRecord]) -> tuple[LayerGroup
     for entry in head.tensors:
         number = layer_index(entry.name)
         if number is not None and is_key_or_value(entry.name):
-            part = StoredPart(entry.name.rpartition(".")[2], entry.dtype, entry.shape)
+            part = StoredPart(part_name(entry.name), entry.dtype, entry.shape)
             parts.setdefault(number, []).append(part)
     groups: list[LayerGroup] = []
     for number in sorted(parts):

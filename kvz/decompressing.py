@@ -21,12 +21,9 @@ from kvz.files import STANDARD_STREAM, OutputFile, atomic_output, naming, same_f
 from kvz.formats.errors import ConfigError
 from kvz.formats.head import Head, TensorEntry
 from kvz.formats.safetensors import build_header
-from kvz.layout import is_key_or_value, layer_index
+from kvz.layout import SELECTION_KEY, is_key_or_value, layer_index
 from kvz.sections import EncodedChunk
 from kvz.workers import thread_count
-
-#: Key that marks the metadata of a file that holds only a part of a cache.
-SELECTION_KEY = "kvz.selection"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +134,11 @@ def _select(head: Head, layers: Collection[int] | None, tokens: slice | None) ->
         cached = [i for i, t in enumerate(head.tensors) if is_key_or_value(t.name)]
         missing = sorted(set(layers or ()) - {numbers[i] for i in cached})
         if missing:
-            raise ConfigError(f"the archive holds no key or value of layer {missing[0]}")
+            held = sorted({n for i in cached if (n := numbers[i]) is not None})
+            those = (
+                f"it holds layers {held[0]} to {held[-1]}" if held else "its names give no layers"
+            )
+            raise ConfigError(f"no key or value of layer {missing[0]} in the archive: {those}")
         if not cached:
             raise ConfigError("the archive holds no key or value tensors to select from")
         kept = [i for i in cached if layers is None or numbers[i] in layers]
@@ -208,7 +209,7 @@ def decompress(
     with naming(name):
         archive = ArchiveStream(sys.stdin.buffer) if piped else Archive(source)
         targets = _select(archive.head, layers, tokens)
-        gpu = gpu_decoder(device, archive.head)
+    gpu = gpu_decoder(device, archive.head)
     prefix, targets = _header(archive.head, targets, _describe(layers, tokens))
     with atomic_output(destination, overwrite=overwrite) as stream, naming(name):
         stream.write(prefix)

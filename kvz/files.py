@@ -132,22 +132,27 @@ def atomic_output(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[
         yield output
         output.flush()
         return
-    target = Path(path)
-    with naming(str(target)):
+    # a link keeps pointing where it does, and what it points to is replaced
+    target = Path(os.path.realpath(path))
+    with naming(os.fspath(path)):
         if target.is_dir():
             raise SourceError("is a directory; name a file")
-        if not overwrite and target.exists():
+        if target.exists() and not target.is_file():
+            raise SourceError("is not a regular file; use - and redirect standard output to it")
+        if target.exists() and not overwrite:
             raise SourceError("exists already; use -f to overwrite it")
+        if not target.parent.is_dir():
+            raise SourceError(f"no such folder: {Path(path).parent}")
         descriptor, name = tempfile.mkstemp(
             dir=target.parent, prefix=f".{target.name}.", suffix=".part"
         )
     try:
         with os.fdopen(descriptor, "w+b") as stream:
-            output = OutputFile(stream, str(target))
+            output = OutputFile(stream, os.fspath(path))
             yield output
             output.flush()
             os.fchmod(stream.fileno(), _mode_of(target))
-        with naming(str(target)):
+        with naming(os.fspath(path)):
             if overwrite:
                 os.replace(name, target)
             else:

@@ -18,10 +18,16 @@ _TOKEN_STEP = 64
 
 #: Names that caches go by: ``layers.3.key``, ``key_cache.3``, ``model.layers.3.self_attn.v``, ...
 _CACHE_NAME = re.compile(
-    r"(^|[._/])(past_)?(k|v|q|key|value|query)s?(_cache|_states)?([._/]\d+)?$", re.IGNORECASE
+    r"(?:^|[._/])(?:past_)?(k|v|q|key|value|query)s?(?:_cache|_states)?(?:[._/]?\d+)?$",
+    re.IGNORECASE,
 )
-_LAYER = re.compile(r"(?:^|[._/])(?:layers?|h|blocks?|key_cache|value_cache)[._/](\d+)(?:[._/]|$)")
-_KEY_VALUE = re.compile(r"[._/](key|value)$")
+#: The names of kvz's own captures, whose axes are always batch, heads, tokens, channels.
+_CAPTURE_NAME = re.compile(r"layers\.\d+\.(key|value|query)")
+_LAYER = re.compile(r"(?:^|[._/a-z])(\d+)(?:[._/]|$)", re.IGNORECASE)
+
+
+#: Key that marks the metadata of a file that holds only a part of a cache.
+SELECTION_KEY = "kvz.selection"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,8 @@ class Layout:
     pattern: str | None = None
 
     def __post_init__(self) -> None:
+        if self.axes is not None:
+            object.__setattr__(self, "axes", self.axes.upper())
         if self.axes is not None and (self.axes.count("T") != 1 or not self.axes.isalpha()):
             raise ConfigError(
                 f"layout {self.axes!r} must name every axis by a letter and tokens by one T, "
@@ -45,26 +53,60 @@ class Layout:
         except re.error as error:
             raise ConfigError(f"pattern {self.pattern!r}: {error}") from None
 
+    @property
+    def given(self) -> bool:
+        """Whether the caller said anything about the layout."""
+        return self.axes is not None or self.pattern is not None
+
     def token_axis(self, tensor: StoredTensor) -> int | None:
         """The token axis of a tensor, or None when it is not a cache tensor."""
-        rank = len(tensor.shape)
-        if self.axes is None and self.pattern is None:
-            recognised = _CACHE_NAME.search(tensor.name) and rank in (3, 4)
-            return rank - 2 if recognised else None
         if self.pattern is not None and not re.search(self.pattern, tensor.name):
             return None
-        axes = self.axes or "BHTD"[-rank:]
-        return axes.index("T") if len(axes) == rank and "T" in axes else None
+        if self.axes is not None:
+            return self.axes.index("T") if len(self.axes) == len(tensor.shape) else None
+        if len(tensor.shape) not in (3, 4):
+            return None
+        if self.pattern is None and not _CACHE_NAME.search(tensor.name):
+            return None
+        return _likely_token_axis(tensor)
+
+    def is_guess(self, name: str) -> bool:
+        """Whether the token axis of a tensor follows from nothing but its shape."""
+        return self.axes is None and not _CAPTURE_NAME.fullmatch(name)
+
+
+def _likely_token_axis(tensor: StoredTensor) -> int:
+    """The axis before the channels in kvz's own captures, else the longer of heads and tokens."""
+    last = len(tensor.shape) - 2
+    if _CAPTURE_NAME.fullmatch(tensor.name) or tensor.shape[last] >= tensor.shape[last - 1]:
+        return last
+    return last - 1
 
 
 def layer_index(name: str) -> int | None:
-    """The layer that a tensor's name gives."""
+    """The layer that a tensor's name gives: its first number."""
     match = _LAYER.search(name)
     return int(match.group(1)) if match else None
 
 
+def role(name: str) -> str | None:
+    """``key`` or ``value`` if the name says that it is one, else None."""
+    match = _CACHE_NAME.search(name)
+    if match is None:
+        return None
+    return {"k": "key", "v": "value"}.get(match.group(1)[0].lower())
+
+
 def is_key_or_value(name: str) -> bool:
-    return _KEY_VALUE.search(name) is not None
+    return role(name) is not None
+
+
+def part_name(name: str) -> str:
+    """What a tensor is to its layer: ``key``, ``value`` or a word of its own (``indexer_key``)."""
+    own = name.rpartition(".")[2]
+    if own.isdigit() or (role(own) is not None and "_" not in own.removesuffix("_cache")):
+        return str(role(name))
+    return own
 
 
 def chunk_tokens(tensor: StoredTensor, token_axis: int | None) -> int:

@@ -169,7 +169,7 @@ def continue_from(
             chunk = prompt[:, first : first + step].to(model.device)
             logits = hf.feed(model, restored.cache, chunk, mask.to(model.device), start + first)
     if logits is None:
-        raise ConfigError("cache has no next_token_logits: give a prompt to go on from")
+        raise ConfigError("a part of a cache has no logits to go on from: give a prompt (--prompt)")
     tokens = greedy(
         model, restored.cache, logits, max_new_tokens, attention_mask=mask, stop_ids=stop_ids
     )
@@ -215,7 +215,7 @@ def _check_prefix(layers: Sequence[LayerRecord], total: int, num_tokens: int | N
     if num_tokens is None:
         return total
     if not 0 <= num_tokens <= total:
-        raise ConfigError(f"num_tokens must be 0 to {total}, got {num_tokens}")
+        raise ConfigError(f"a prefix of {total} tokens has 0 to {total} of them, not {num_tokens}")
     partial = [i for i, layer in enumerate(layers) if not has_prefix(layer)]
     if partial and num_tokens != total:
         kind = layers[partial[0]].kind

@@ -18,6 +18,7 @@ from kvz.formats.errors import IdentityMismatch, InvalidField, UnsupportedCache
 from kvz.identity import token_hash
 from kvz.layers.containers import tensor_name
 from kvz.layers.table import check_tensor, expected_state
+from kvz.layout import SELECTION_KEY
 from kvz.source_protocol import CacheSource
 from kvz.torch_dtypes import TORCH_DTYPES, to_tensor
 
@@ -42,10 +43,19 @@ def open_source(source: str | Path | CacheSource) -> Iterator[CacheSource]:
         opened = kvz.open(source)
     try:
         with naming(str(source)):
+            _refuse_part(opened)
             yield opened
     finally:
         if hasattr(opened, "close"):
             opened.close()
+
+
+def _refuse_part(source: CacheSource) -> None:
+    selection = source.metadata.get(SELECTION_KEY)
+    if selection is not None:
+        raise IdentityMismatch(
+            f"holds only a part of a cache ({selection}): a restore needs all of it"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The whole job on real models: capture, compress, verify, inspect, restore elsewhere, bench.
 
 For each model: prefill a prompt and go on for 64 greedy tokens in this process (the uninterrupted
-run); save the cache as it was after the prompt; run it through the command line; restore the archive
-into the model in a new process and go on there. Both must give the same tokens.
+run); save the cache as it was after the prompt; run it through the command line; restore the
+archive into the model in a new process and go on there. Both must give the same tokens.
 """
 
 from __future__ import annotations

@@ -574,7 +574,7 @@ def test_prefix_of_nothing_generates_like_an_empty_cache(llama_capture: Capture)
 
 @pytest.mark.parametrize("num_tokens", [-1, 21])
 def test_prefix_out_of_range_is_an_error(llama_capture: Capture, num_tokens: int) -> None:
-    with pytest.raises(ConfigError, match="num_tokens must be 0 to 20"):
+    with pytest.raises(ConfigError, match="a prefix of 20 tokens has 0 to 20 of them"):
         to_cache(llama_capture, tiny_llama(), num_tokens=num_tokens)
 
 

@@ -127,7 +127,7 @@ def test_what_cannot_end_well_is_refused_before_the_model_is_loaded(tmp_path: Pa
     assert_refused(
         kvz("generate", "gone.kvz", "--model", "model", cwd=tmp_path),
         6,
-        "gone.kvz: no such file",
+        "gone.kvz: No such file or directory",
     )
     assert_refused(
         kvz("capture", "model", "-o", "c.safetensors", "--prompt", "w1", cwd=tmp_path),

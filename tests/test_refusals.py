@@ -326,7 +326,7 @@ def test_going_on_from_a_prefix_is_going_on_from_it(llama: tuple[Path, Capture],
     assert (code, stderr) == (0, "")
     assert json.loads(stdout)["token_ids"] == expected
     code, _, stderr = run(*given, "--tokens", ":31", "--prompt", "w5")
-    assert (code, "num_tokens must be 0 to 30, got 31" in stderr) == (2, True)
+    assert (code, "a prefix of 30 tokens has 0 to 30 of them, not 31" in stderr) == (2, True)
     code, _, stderr = run(*given, "--tokens", ":13")
     assert (code, "give a prompt" in stderr) == (2, True)
     assert run(*given, "--tokens", "3:13", "--prompt", "w5")[0] == 2

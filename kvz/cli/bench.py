@@ -24,7 +24,7 @@ def _codecs(
 
 
 @click.command()
-@click.argument("caches", metavar="CACHE...", nargs=-1, required=True, type=click.Path())
+@click.argument("caches", metavar="CACHE...", nargs=-1, required=True, type=options.PATH)
 @click.option(
     "--codec",
     "codecs",
@@ -47,7 +47,7 @@ def _codecs(
 @click.option(
     "--calibrate-on",
     metavar="CACHE",
-    type=click.Path(),
+    type=options.PATH,
     help="With --device cuda: take the codebooks from this cache; default from the measured one.",
 )
 @options.layout_options
@@ -55,7 +55,7 @@ def _codecs(
     "--json",
     "json_path",
     metavar="F",
-    type=click.Path(),
+    type=options.PATH,
     help="Also write the results to F as JSON; - prints them instead of the table.",
 )
 @options.overwrite_option

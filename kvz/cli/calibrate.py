@@ -12,7 +12,7 @@ from kvz.cli.text import count, emit, emit_json, format_nbytes, printable
 
 
 @click.command()
-@click.argument("caches", metavar="CACHE...", nargs=-1, required=True, type=click.Path())
+@click.argument("caches", metavar="CACHE...", nargs=-1, required=True, type=options.PATH)
 @options.output_option(required=True, help="Codebook file to write, - for standard output.")
 @click.option("--codec", type=click.Choice(["gaac", "splitzip"]), default="gaac", show_default=True)
 @options.codec_options_option

@@ -29,7 +29,7 @@ def _destination(ctx: click.Context, param: click.Parameter, value: str) -> str:
 @click.option(
     "--prompt-file",
     metavar="FILE",
-    type=click.Path(allow_dash=True),
+    type=options.PATH_OR_DASH,
     help="File with the prompt, - for standard input.",
 )
 @click.option(

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("source", metavar="SRC", type=click.Path(allow_dash=True))
+@click.argument("source", metavar="SRC", type=options.PATH_OR_DASH)
 @options.output_option(help="Archive to write, - for standard output; default SRC with .kvz.")
 @options.codec_option("gaac")
 @options.codec_options_option
-@click.option("--codebook", metavar="FILE", type=click.Path(), help="Made by kvz calibrate.")
+@click.option("--codebook", metavar="FILE", type=options.PATH, help="Made by kvz calibrate.")
 @options.layout_options
 @options.device_option
 @options.threads_option
@@ -68,6 +68,9 @@ def command(
             overwrite=overwrite,
             progress=progress.advance,
         )
+    if report.guessed_axis is not None:
+        note = f"took {report.guessed_axis} for the tokens; --layout says it better"
+        emit(f"kvz: note: {printable(note)}", to_stderr=True)
     to_stderr = target == options.STANDARD_STREAM
     if as_json:
         emit_json(_document(report), to_stderr=to_stderr)

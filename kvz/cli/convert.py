@@ -12,7 +12,7 @@ from kvz.formats.errors import ConfigError
 
 
 @click.command()
-@click.argument("dump", metavar="FOLDER", type=click.Path())
+@click.argument("dump", metavar="FOLDER", type=options.PATH)
 @options.output_option(required=True, help="Safetensors file to write.")
 @click.option(
     "--axes",
@@ -22,7 +22,10 @@ from kvz.formats.errors import ConfigError
 @click.option("--kv-heads", type=click.IntRange(min=1), metavar="N", help="To take C apart.")
 @click.option("--model", help="The model it is of: checked, and recorded for a restore.")
 @click.option(
-    "--prompt-file", metavar="FILE", type=click.Path(), help="With --model: the prompt it is of."
+    "--prompt-file",
+    metavar="FILE",
+    type=options.PATH,
+    help="With --model: the prompt it is of.",
 )
 @models.model_options
 @options.overwrite_option

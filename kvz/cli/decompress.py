@@ -12,7 +12,7 @@ from kvz.cli.text import count, emit, emit_json, format_nbytes, format_stages, p
 
 
 @click.command()
-@click.argument("source", metavar="SRC", type=click.Path(allow_dash=True))
+@click.argument("source", metavar="SRC", type=options.PATH_OR_DASH)
 @options.output_option(
     help="Safetensors file to write, - for standard output; default SRC with .safetensors."
 )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import click
 
 from kvz.cli import models, options
 from kvz.cli.text import emit, emit_json, printable
-from kvz.formats.errors import SourceError
 
 
 def _first_tokens(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -23,7 +21,7 @@ def _first_tokens(ctx: click.Context, param: click.Parameter, value: str | None)
 
 
 @click.command()
-@click.argument("file", metavar="FILE", type=click.Path())
+@click.argument("file", metavar="FILE", type=options.PATH)
 @click.option("--model", required=True, help="Folder, name on the hub, or .gguf file.")
 @click.option("--prompt", metavar="TEXT", help="Text to go on from, after the cached tokens.")
 @click.option(
@@ -59,8 +57,7 @@ def command(
     Example:
       kvz generate cache.kvz --model ./model --max-new-tokens 64
     """
-    if not Path(file).is_file():  # before the model is loaded
-        raise SourceError(f"{file}: no such file")
+    _check_restorable(file)
     loaded, tokenizer = models.load(model, dtype, device, gguf_file)
     from kvz.restoring import continue_from, restore
 
@@ -81,3 +78,12 @@ def command(
         emit_json({"text": text, "token_ids": token_ids, "overridden": overridden})
     else:
         emit(text)
+
+
+def _check_restorable(file: str) -> None:
+    """Refuse what no model can restore before one is loaded, which takes long."""
+    from kvz.capture_metadata import decode_metadata
+    from kvz.state_reader import open_source
+
+    with open_source(file) as source:
+        decode_metadata(source.metadata)

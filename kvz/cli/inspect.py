@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("path", metavar="FILE", type=click.Path())
+@click.argument("path", metavar="FILE", type=options.PATH)
 @click.option("--sections", "with_sections", is_flag=True, help="List every section.")
 @click.option("--tags", is_flag=True, help="Count the tags of gaac; reads all of its sections.")
 @options.json_option

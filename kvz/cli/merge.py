@@ -12,7 +12,7 @@ from kvz.formats.errors import SourceError
 
 
 @click.command()
-@click.argument("files", metavar="SHARD...", nargs=-1, required=True, type=click.Path())
+@click.argument("files", metavar="SHARD...", nargs=-1, required=True, type=options.PATH)
 @options.output_option(required=True, help="Safetensors file to write.")
 @options.overwrite_option
 @options.json_option

@@ -17,6 +17,9 @@ from kvz.formats.ids import CODEC_NAMES
 from kvz.formats.limits import MAX_TENSORS
 
 STANDARD_STREAM = "-"
+#: Files are checked where they are opened, so that every fault of one has the same exit code.
+PATH = click.Path(readable=False)
+PATH_OR_DASH = click.Path(readable=False, allow_dash=True)
 F = TypeVar("F", bound=Callable[..., Any])
 
 threads_option = click.option(
@@ -30,7 +33,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 
 def output_option(**settings: Any) -> Callable[[F], F]:
     """``-o``, given to the command as ``destination``."""
-    return click.option("-o", "--output", "destination", type=click.Path(), **settings)
+    return click.option("-o", "--output", "destination", type=PATH, **settings)
 
 
 def parse_layers(
@@ -56,14 +59,17 @@ def parse_layers(
 
 
 def parse_tokens(ctx: click.Context, param: click.Parameter, value: str | None) -> slice | None:
-    """``0:512``: the stored tokens from the first number up to, not including, the second."""
+    """``0:512``: the stored tokens from the first number up to, not including, the second.
+
+    A number that is left out is the first token or the end.
+    """
     if value is None:
         return None
-    match = re.fullmatch(r"([0-9]+):([0-9]+)", value.strip())
-    if match is None:
+    match = re.fullmatch(r"([0-9]*):([0-9]*)", value.strip())
+    if match is None or match[0] == ":":
         raise click.BadParameter(f"{value!r} must be START:STOP, such as 0:512")
-    start, stop = int(match[1]), int(match[2])
-    if stop <= start:
+    start, stop = (int(number) if number else None for number in match.groups())
+    if stop is not None and stop <= (start or 0):
         raise click.BadParameter(f"{value!r} holds no token: STOP must be greater than START")
     return slice(start, stop)
 
@@ -149,7 +155,8 @@ def layout_options(command: F) -> F:
         "--layout",
         "axes",
         metavar="AXES",
-        help="A letter for each axis of a cache tensor, T for tokens; default BHTD.",
+        help="A letter for each axis of a cache tensor, T for tokens, such as BHTD; default: by "
+        "name and shape.",
     )
     return axes(pattern(command))
 

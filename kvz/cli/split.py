@@ -12,7 +12,7 @@ from kvz.formats.errors import SourceError
 
 
 @click.command()
-@click.argument("file", metavar="FILE", type=click.Path())
+@click.argument("file", metavar="FILE", type=options.PATH)
 @click.option(
     "--shards", type=click.IntRange(min=2), required=True, metavar="N", help="How many pieces."
 )

@@ -15,9 +15,13 @@ from kvz.devices import DEFAULT_DEVICE
 
 @click.command()
 @click.argument(
-    "files", metavar="FILE...", nargs=-1, required=True, type=click.Path(allow_dash=True)
+    "files",
+    metavar="FILE...",
+    nargs=-1,
+    required=True,
+    type=options.PATH_OR_DASH,
 )
-@click.option("--against", metavar="CACHE", type=click.Path(), help="Capture to compare with.")
+@click.option("--against", metavar="CACHE", type=options.PATH, help="Capture to compare with.")
 @click.option("--model", help="Check that the cache is this model's: folder, hub name, or .gguf.")
 @click.option(
     "--replay",
@@ -28,8 +32,14 @@ from kvz.devices import DEFAULT_DEVICE
 @click.option(
     "--prompt-file",
     metavar="FILE",
-    type=click.Path(),
+    type=options.PATH,
     help="With --model: the prompt that the cache must be of.",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --prompt-file: only its first N tokens, as at the capture.",
 )
 @models.model_options
 @options.threads_option
@@ -40,6 +50,7 @@ def command(
     model: str | None,
     replay: int | None,
     prompt_file: str | None,
+    max_tokens: int | None,
     dtype: str,
     device: str,
     gguf_file: str | None,
@@ -62,12 +73,16 @@ def command(
         raise click.UsageError("standard input can be read only once")
     if model is None and (replay is not None or prompt_file is not None):
         raise click.UsageError("--replay and --prompt-file need --model")
+    if prompt_file is None and max_tokens is not None:
+        raise click.UsageError("--max-tokens needs --prompt-file")
     if model is not None and options.STANDARD_STREAM in files:
         raise click.UsageError("--model needs a file, standard input can be read only once")
     judge = None
     if model is not None:
         text = None if prompt_file is None else models.read_text(prompt_file)
-        judge = _Judge(*models.load(model, dtype, device, gguf_file), text, replay or 0)
+        loaded, tokenizer = models.load(model, dtype, device, gguf_file)
+        ids = None if text is None else models.token_ids(tokenizer, text)[:, :max_tokens]
+        judge = _Judge(loaded, ids, replay or 0)
     results = []
     for path in files:
         options.check_streams(path, None)
@@ -89,10 +104,10 @@ def _codec_device(device: str) -> str:
 class _Judge:
     """A model that says whether a cache is its own."""
 
-    def __init__(self, model: Any, tokenizer: Any, text: str | None, replay: int) -> None:
+    def __init__(self, model: Any, token_ids: Any | None, replay: int) -> None:
         self._model = model
         self._replay = replay
-        self._token_ids = None if text is None else models.token_ids(tokenizer, text)
+        self._token_ids = token_ids
 
     def __call__(self, path: str) -> dict[str, Any]:
         from kvz.replaying import verify_model

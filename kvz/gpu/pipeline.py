@@ -67,7 +67,7 @@ class Batch(Generic[Piece, T]):
 
 
 class SlotPool:
-    """:data:`NUM_SLOTS` slots, those that are free. Batches must take them in the order in which they were submitted."""
+    """The slots that are free. Batches must take them in the order of their submission."""
 
     def __init__(self, device: Device) -> None:
         self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from kvz.gpu.device import Device, align
 
-
 #: Memory grows in steps of this: batches differ a little in size.
 _GRAIN = 2 << 20
 

@@ -199,7 +199,7 @@ def test_layers_and_tokens_that_the_archive_does_not_have_are_2(work: Path) -> N
     before = names(work)
     result = kvz("decompress", "cache.kvz", "-o", "part", "--layers", "1,7", cwd=work)
     assert_refused(
-        result, 2, "cache.kvz: no key or value of layer 7: the archive has layers 0 to 2"
+        result, 2, "cache.kvz: no key or value of layer 7 in the archive: it holds layers 0 to 2"
     )
     assert names(work) == before
 

@@ -10,7 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvz.kernels.gpu.gaac_tiles import load_bases, place_escapes, place_tiles, select_base
+from kvz.kernels.gpu.gaac_tiles import (
+    load_bases,
+    load_rows,
+    place_escapes,
+    place_tiles,
+    select_base,
+)
 from kvz.kernels.gpu.words import (
     NUM_FIELDS,
     bits_to_flags,
@@ -38,6 +44,19 @@ def _unpack_tags(packed, lane, UNIT: tl.constexpr):
 
 
 @triton.jit
+def _escape_range(offsets_ptr, block, num_blocks, length):
+    """Start and length of a block's escapes; nothing, and 1, where the offsets contradict it."""
+    start = tl.load(offsets_ptr + block).to(tl.int64)
+    is_last = block + 1 == num_blocks
+    end = tl.load(offsets_ptr + block + 1, mask=~is_last, other=0).to(tl.int64)
+    end = tl.where(is_last, length, end)
+    bad = (start > end) | (end > length) | ((block == 0) & (start != 0))
+    # no block of a chunk has 2**30 bytes of escapes
+    room = tl.where(bad, 0, tl.minimum(end - start, 1 << 30)).to(tl.int32)
+    return tl.where(bad, 0, start), room, bad.to(tl.int32)
+
+
+@triton.jit
 def _load_escapes(escapes_ptr, place, wanted, STRIDE: tl.constexpr, UNIT: tl.constexpr):
     """One byte for each element whose flag is set, zero for the others.
 
@@ -51,6 +70,18 @@ def _load_escapes(escapes_ptr, place, wanted, STRIDE: tl.constexpr, UNIT: tl.con
         byte = tl.load(ptr, mask=((wanted >> 8 * k) & 1) != 0, other=0)
         packed += byte.to(tl.uint32) * (1 << 8 * k)
     return packed
+
+
+@triton.jit
+def _add_codes(base, first_rows, last_rows, plane2, plane3):
+    """Exponents of the eight rows from planes 0-1 of rows 0-3 and of rows 4-7, plane 2, plane 3."""
+    exponents = ()
+    for t in tl.static_range(8):
+        code = (first_rows >> 2 * t) if t < 4 else (last_rows >> (2 * t - 8))
+        code = (code & 0x03030303) | (shift(plane2, 2 - t) & 0x04040404)
+        code |= shift(plane3, 3 - t) & 0x08080808
+        exponents = exponents + (base + code,)  # noqa: RUF005  (Triton has no unpacking)
+    return exponents
 
 
 @triton.jit
@@ -111,14 +142,8 @@ def decode_kernel(
     num_tiles = tiles_per_outer * num_outer
     num_blocks = (num_tiles + BLOCK_TILES - 1) // BLOCK_TILES
     block = (tl.program_id(0) - first_block).to(tl.int32)
-    start = tl.load(offsets_ptr + block).to(tl.int64)
-    is_last = block + 1 == num_blocks
-    end = tl.load(offsets_ptr + block + 1, mask=~is_last, other=0).to(tl.int64)
-    end = tl.where(is_last, length, end)
-    bad = ((start > end) | (end > length) | ((block == 0) & (start != 0))).to(tl.int32)
-    # a hostile offset must not reach beyond the escapes
-    room = tl.where(bad != 0, 0, tl.minimum(end - start, 1 << 30)).to(tl.int32)
-    escapes_ptr += tl.where(bad != 0, 0, start)
+    start, room, bad = _escape_range(offsets_ptr, block, num_blocks, length)
+    escapes_ptr += start
 
     outer, in_outer = place_tiles(0, block * BLOCK_TILES, tiles_per_outer, True)
     lane = tl.arange(0, LANES)[None, :]
@@ -144,10 +169,7 @@ def decode_kernel(
             step_plane2_ptr = plane2_ptr + first_tile * LANE_COLUMNS
             plane2 = tl.load(step_plane2_ptr + group, mask=valid, other=0).to(tl.uint32)
         b2, b3, b4 = load_bases(bases_ptr, tile_outer, num_outer, lane, valid, INNER, UNIT)
-        packed = ()
-        for t in tl.static_range(8):
-            row = tl.load(row_packed_ptr + t * LANE_COLUMNS, mask=rows_left > t, other=0)
-            packed = packed + (row.to(tl.uint32),)  # noqa: RUF005  (Triton has no unpacking)
+        packed = load_rows(row_packed_ptr, rows_left, LANE_COLUMNS)
 
         tag_low, tag_high = _unpack_tags(low_tags, lane, UNIT), _unpack_tags(high_tags, lane, UNIT)
         place2, place3, place4, size, num_raw = place_escapes(tag_low, tag_high, NARROW)
@@ -162,17 +184,12 @@ def decode_kernel(
         plane3 = _load_escapes(escapes_ptr, used + place3, wanted3, 1, UNIT)
         base = select_base(tag_low, tag_high, b2, b3, b4)
         first_rows, last_rows = deinterleave(low, UNIT, PERMUTE)
-        exponents = ()
-        for t in tl.static_range(8):
-            code = (first_rows >> 2 * t) if t < 4 else (last_rows >> (2 * t - 8))
-            code = (code & 0x03030303) | (shift(plane2, 2 - t) & 0x04040404)
-            code |= shift(plane3, 3 - t) & 0x08080808
-            exponents = exponents + (base + code,)  # noqa: RUF005
+        exponents = _add_codes(base, first_rows, last_rows, plane2, plane3)
         if num_raw > 0:
             exponents = _add_raw(escapes_ptr, used + place4, wanted3 & tag_low, exponents, UNIT)
         for t in tl.static_range(8):
-            word = join_bf16(packed[t], exponents[t], UNIT, PERMUTE).to(bits_type)
-            tl.store(row_out_ptr + t * LANE_COLUMNS, word, mask=rows_left > t)
+            word = join_bf16(packed[t].to(tl.uint32), exponents[t], UNIT, PERMUTE)
+            tl.store(row_out_ptr + t * LANE_COLUMNS, word.to(bits_type), mask=rows_left > t)
         used += size
         outer, in_outer = place_tiles(outer, in_outer + STEP, tiles_per_outer, SHORT)
     if INNER % 8:

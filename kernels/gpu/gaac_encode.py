@@ -9,7 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvz.kernels.gpu.gaac_tiles import load_bases, place_escapes, place_tiles, select_base
+from kvz.kernels.gpu.gaac_tiles import (
+    load_bases,
+    load_rows,
+    place_escapes,
+    place_tiles,
+    select_base,
+)
 from kvz.kernels.gpu.words import (
     NUM_FIELDS,
     flags_to_bits,
@@ -91,6 +97,17 @@ def _present_bits(count, MOST: tl.constexpr):
 
 
 @triton.jit
+def _store_raw(scratch_ptr, place, exponents, raw, rows_left, UNIT: tl.constexpr):
+    """Planes 4-7 of raw groups."""
+    present = _present_bits(rows_left, 8)
+    for plane in tl.static_range(4, 8):
+        bits = tl.zeros_like(raw)
+        for t in tl.static_range(8):
+            bits |= shift(exponents[t] & (0x01010101 << plane), t - plane)
+        _store_escapes(scratch_ptr, place + (plane - 4), bits & present, raw, 4, UNIT)
+
+
+@triton.jit
 def encode_kernel(
     chunks_ptr,
     block_chunk_ptr,
@@ -151,10 +168,7 @@ def encode_kernel(
         group = in_step * LANE_COLUMNS + lane
 
         b2, b3, b4 = load_bases(bases_ptr, tile_outer, num_outer, lane, valid, INNER, UNIT)
-        words = ()
-        for t in tl.static_range(8):
-            word = tl.load(row_in_ptr + t * LANE_COLUMNS, mask=rows_left > t, other=0)
-            words = words + (word,)  # noqa: RUF005  (Triton has no unpacking)
+        words = load_rows(row_in_ptr, rows_left, LANE_COLUMNS)
         exponents = ()
         for t in tl.static_range(8):
             packed, exponent = split_bf16(words[t], UNIT, PERMUTE)
@@ -163,7 +177,7 @@ def encode_kernel(
             if t > 0:
                 # an absent row repeats the first one: it fits where the others fit
                 exponent = tl.where(rows_left > t, exponent, exponents[0])
-            exponents = exponents + (exponent,)  # noqa: RUF005
+            exponents = exponents + (exponent,)  # noqa: RUF005  (Triton has no unpacking)
 
         inside = tl.where(valid, 0x01010101 if UNIT == 4 else 1, 0).to(tl.uint32)
         tag_low, tag_high = _choose_tags(exponents, b2, b3, b4, inside, NARROW)
@@ -183,13 +197,8 @@ def encode_kernel(
             tl.store(step_plane2_ptr + group, plane2.to(bytes_type), mask=valid)
         _store_escapes(own_scratch_ptr, used + place3, plane3, tag_high, 1, UNIT)
         if num_raw > 0:
-            present = _present_bits(rows_left, 8)
-            for plane in tl.static_range(4, 8):
-                bits = tl.zeros_like(base)
-                for t in tl.static_range(8):
-                    bits |= shift(exponents[t] & (0x01010101 << plane), t - plane)
-                place = used + place4 + (plane - 4)
-                _store_escapes(own_scratch_ptr, place, bits & present, tag_low & tag_high, 4, UNIT)
+            raw = tag_low & tag_high
+            _store_raw(own_scratch_ptr, used + place4, exponents, raw, rows_left, UNIT)
         used += size
         outer, in_outer = place_tiles(outer, in_outer + STEP, tiles_per_outer, SHORT)
     tl.store(sizes_ptr + program, used)

@@ -25,6 +25,16 @@ def place_tiles(outer, in_outer, tiles_per_outer, SHORT: tl.constexpr):
 
 
 @triton.jit
+def load_rows(ptr, rows_left, LANE_COLUMNS: tl.constexpr):
+    """The eight rows of tiles; ``ptr`` to the first row, absent rows are zero."""
+    rows = ()
+    for t in tl.static_range(8):
+        row = tl.load(ptr + t * LANE_COLUMNS, mask=rows_left > t, other=0)
+        rows = rows + (row,)  # noqa: RUF005  (Triton has no unpacking)
+    return rows
+
+
+@triton.jit
 def load_bases(bases_ptr, outer, num_outer, lane, valid, INNER: tl.constexpr, UNIT: tl.constexpr):
     """The bases of the three windows."""
     LANE_COLUMNS: tl.constexpr = INNER // UNIT

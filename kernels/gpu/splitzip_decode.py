@@ -1,6 +1,6 @@
 """SplitZip's decoder in Triton: the kernel alone. Layout and names: kernels/reference/splitzip.py.
 
-A program handles one block of one chunk in steps of ``STEP`` lanes and is meant to run as one warp.
+A program handles one block of one chunk in steps of ``STEP`` lanes.
 Masked-off lanes load zero and store nothing; addresses are 64-bit.
 """
 

@@ -43,9 +43,9 @@ class ChunkPlace(NamedTuple):
 
 class Batch(NamedTuple):
     """Device tables. ``chunks`` int64[n, 16] · ``program_chunk`` int32[programs] ·
-    ``num_programs`` int32[n] per chunk · ``unit``: neighbouring elements that may be accessed as one
-    word: 4 if all data, payloads and codebooks lie at multiples of 8 bytes, else 1 · ``fewest_tokens`` of
-    a chunk."""
+    ``num_programs`` int32[n] per chunk · ``unit``: how many neighbouring elements may be accessed
+    as one word, 4 if all data, payloads and codebooks lie at multiples of 8 bytes, else 1 ·
+    ``fewest_tokens`` of a chunk."""
 
     chunks: torch.Tensor
     program_chunk: torch.Tensor

@@ -1,8 +1,8 @@
 """Launchers of the GAAC kernels; byte for byte what kernels/reference/gaac.py does.
 
 Fields of a chunk's row: 0 data address, 1 outer stride, 2 tokens, 3 outer, 4 payload address,
-5 bases address (uint8[3, outer, inner]), 6 first program, offsets in the payload of 7 low, 8 plane2,
-9 tags, 10 offsets, 11 escapes, and 12 the length of the escapes (decoding only).
+5 bases address (uint8[3, outer, inner]), 6 first program, offsets in the payload of 7 low,
+8 plane2, 9 tags, 10 offsets, 11 escapes, and 12 the length of the escapes (decoding only).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def scratch_nbytes(batch: Batch, inner: int, block_tiles: int) -> int:
 
 
 def _scratch_stride(inner: int, block_tiles: int) -> int:
-    return triton.cdiv(6 * inner * block_tiles, 4) * 4
+    # six bytes a group, rounded up to words
+    return (6 * inner * block_tiles + 3) // 4 * 4
 
 
 def _shape(batch: Batch, inner: int, block_tiles: int) -> dict[str, int]:

@@ -1,9 +1,11 @@
 """GAAC's decoder in Triton: the kernel alone. Layout and names: kernels/reference/gaac.py.
 
-A program handles one escape block of one chunk in steps of ``STEP`` tiles and is meant to run as one
-warp, so that no sum crosses warps. All loads of a step are issued before anything waits for one of
-them. Masked-off lanes load zero and store nothing; addresses are 64-bit.
+A program handles one escape block of one chunk in steps of ``STEP`` tiles and is meant to run as
+one warp, so that no sum crosses warps. Masked-off lanes load zero and store nothing; addresses are
+64-bit.
 """
+
+# mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations
 

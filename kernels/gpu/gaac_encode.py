@@ -1,8 +1,10 @@
 """GAAC's encoder in Triton: the kernel alone. Layout and names: kernels/reference/gaac.py.
 
-A program handles one escape block of one chunk, as the decoder's (gaac_decode.py) does; a step's rows
-are loaded once and kept in registers.
+A program handles one escape block of one chunk, as the decoder's (gaac_decode.py) does; a step's
+rows are loaded once and kept in registers.
 """
+
+# mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations
 

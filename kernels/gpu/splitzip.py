@@ -9,7 +9,6 @@ program, offsets in the payload of 7 codes, 8 offsets, 9 positions, and 10 the l
 from __future__ import annotations
 
 import torch
-
 import triton
 
 from kvz.kernels.gpu.chunks import Batch, compiles
@@ -21,7 +20,6 @@ from kvz.kernels.gpu.splitzip_encode import compact_kernel, encode_kernel, table
 _CAPACITY = 256
 _TABLE_NBYTES = 256
 _DECODE_LANES = 512
-_DECODE_REGISTERS = 64
 #: Escapes of a block that are read ahead.
 _DECODE_ESCAPES = 64
 _ENCODE_LANES = 256
@@ -101,8 +99,6 @@ def decode(batch: Batch, status: torch.Tensor, *, inner: int, block_len: int) ->
     shape; offsets, positions and the number of escapes need not be trustworthy.
     """
     unit = _unit(batch, inner)
-    permute = unit == 4 and compiles(decode_kernel)
-    options = {"maxnreg": _DECODE_REGISTERS} if permute else {}
     decode_kernel[(batch.total_programs,)](
         batch.chunks,
         batch.program_chunk,
@@ -111,7 +107,6 @@ def decode(batch: Batch, status: torch.Tensor, *, inner: int, block_len: int) ->
         BLOCK=block_len,
         STEP=_DECODE_LANES,
         ESCAPES=_DECODE_ESCAPES,
-        PERMUTE=permute,
-        num_warps=2,
-        **options,
+        PERMUTE=unit == 4 and compiles(decode_kernel),
+        num_warps=1,
     )

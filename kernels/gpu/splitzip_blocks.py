@@ -1,4 +1,4 @@
-"""What SplitZip's encoder and decoder share: lanes as in words.py, and where they are in a tensor."""
+"""What SplitZip's encoder and decoder share: where blocks are in a tensor. Lanes: words.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """SplitZip's decoder in Triton: the kernel alone. Layout and names: kernels/reference/splitzip.py.
 
-A program handles one block of one chunk in steps of ``STEP`` lanes.
-Masked-off lanes load zero and store nothing; addresses are 64-bit.
+A program handles one block of one chunk in steps of ``STEP`` lanes, as one warp. Masked-off lanes
+load zero and store nothing; addresses are 64-bit.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _emit_segment(
 
 @triton.jit
 def _pick_row(rows, ROW: tl.constexpr):
-    """Row ``ROW`` of ``rows`` [rows, lanes]; they are in different registers, so it costs nothing."""
+    """Row ``ROW`` of ``rows`` [rows, lanes]; rows are in different registers, so this is free."""
     row = tl.arange(0, rows.shape[0])[:, None]
     return tl.sum(tl.where(row == ROW, rows, 0), axis=0)
 

@@ -1,13 +1,13 @@
 """Bytes of a lane: what the GAAC and the SplitZip kernels share.
 
-A *lane* is ``UNIT`` neighbouring elements: four where the addresses allow it, else one. Per-element
-values of a lane are the bytes of a uint32 (one element: its low byte), and arithmetic is on all four
-at once. ``NUM_FIELDS``-wide rows describe the chunks (kernels/gpu/chunks.py).
+A *lane* is ``UNIT`` neighbouring elements: four where the addresses allow it, else one. Values of
+a lane's elements are the bytes of a uint32 (of one element: its low byte), and arithmetic is on all
+four at once. Rows of ``NUM_FIELDS`` numbers describe the chunks (kernels/gpu/chunks.py).
 
 Addresses come as integers, so that the compiler knows nothing of their alignment and keeps one lane
-to a thread: neighbouring threads then access neighbouring words. Where addresses are not contiguous,
-``tl.max_contiguous`` claims that they are, only to keep lanes along the threads: the compiler derives
-the order of a tensor's elements from it.
+to a thread: neighbouring threads then access neighbouring words. Where addresses are not
+contiguous, ``tl.max_contiguous`` claims that they are, only to keep lanes along the threads: from
+the contiguity the compiler derives the order of a tensor's elements.
 """
 
 from __future__ import annotations

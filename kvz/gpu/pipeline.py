@@ -7,7 +7,7 @@ copied or computed, and a third written.
 
 from __future__ import annotations
 
-import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -67,24 +67,40 @@ class Batch(Generic[Piece, T]):
 
 
 class SlotPool:
-    """The slots that are free. Batches must take them in the order of their submission."""
+    """The slots that are free, given to batches in the order of their numbers.
+
+    The order matters: a batch keeps its slot until its results are read, and they are read in
+    order, so one that overtakes another could hold the last slot that the other waits for.
+    """
 
     def __init__(self, device: Device) -> None:
-        self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
-        for _ in range(NUM_SLOTS):
-            self._free.put(Slot(device))
+        self._free = [Slot(device) for _ in range(NUM_SLOTS)]
+        self._changed = threading.Condition()
+        self._next_number = 0
+        self._closed = False
 
-    def take(self) -> Slot | None:
-        """Wait for a slot; None once the pool is closed."""
-        return self._free.get()
+    def take(self, number: int) -> Slot | None:
+        """Wait for a slot for batch ``number``; None once the pool is closed."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or (self._next_number == number and bool(self._free))
+            )
+            if self._closed:
+                return None
+            self._next_number += 1
+            self._changed.notify_all()
+            return self._free.pop()
 
     def give(self, slot: Slot) -> None:
-        self._free.put(slot)
+        with self._changed:
+            self._free.append(slot)
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Nobody waits any more."""
-        for _ in range(NUM_SLOTS):
-            self._free.put(None)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
 
 class Pipeline(Generic[Piece, T]):
@@ -108,6 +124,7 @@ class Pipeline(Generic[Piece, T]):
         self._drivers = ThreadPoolExecutor(NUM_SLOTS, thread_name_prefix="kvz-gpu")
         self._pending: deque[tuple[Future[T], Batch[Piece, T] | None, int]] = deque()
         self._open: Batch[Piece, T] = Batch()
+        self._num_submitted = 0
         self._num_batches = 0
         self._num_jobs = 0
 
@@ -136,12 +153,13 @@ class Pipeline(Generic[Piece, T]):
         self._pending.append((result, self._open, item.nbytes))
 
     def _submit(self) -> None:
-        self._drivers.submit(self._drive, self._open)
+        self._drivers.submit(self._drive, self._open, self._num_submitted)
+        self._num_submitted += 1
         self._num_batches += 1
         self._open = Batch()
 
-    def _drive(self, batch: Batch[Piece, T]) -> None:
-        slot = self._slots.take()
+    def _drive(self, batch: Batch[Piece, T], number: int) -> None:
+        slot = self._slots.take(number)
         if slot is None:
             return
         try:

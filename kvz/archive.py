@@ -143,6 +143,11 @@ class Archive:
         """
         for candidate in self.layers:
             if candidate.index == layer:
+                if len({part_name(name) for name in candidate.names}) < len(candidate.names):
+                    raise ConfigError(
+                        f"{self.name}: layer {layer} has several tensors of one kind "
+                        f"({', '.join(candidate.names)}): use read_tensor"
+                    )
                 return {part_name(name): self.read_tensor(name, tokens) for name in candidate.names}
         raise ConfigError(f"{self.name}: has no layer {layer}")
 

@@ -23,7 +23,14 @@ _CACHE_NAME = re.compile(
 )
 #: The names of kvz's own captures, whose axes are always batch, heads, tokens, channels.
 _CAPTURE_NAME = re.compile(r"layers\.\d+\.(key|value|query)")
-_LAYER = re.compile(r"(?:^|[._/a-z])(\d+)(?:[._/]|$)", re.IGNORECASE)
+#: The number after a word for layers, or else the first number.
+_LAYERS = (
+    re.compile(
+        r"(?:^|[._/])(?:layers?|h|blocks?|key_cache|value_cache)[._/]?(\d+)(?:[._/]|$)",
+        re.IGNORECASE,
+    ),
+    re.compile(r"(?:^|[._/a-z])(\d+)(?:[._/]|$)", re.IGNORECASE),
+)
 
 
 #: Key that marks the metadata of a file that holds only a part of a cache.
@@ -84,9 +91,9 @@ def _likely_token_axis(tensor: StoredTensor) -> int:
 
 
 def layer_index(name: str) -> int | None:
-    """The layer that a tensor's name gives: its first number."""
-    match = _LAYER.search(name)
-    return int(match.group(1)) if match else None
+    """The layer that a tensor's name gives: the number after a word for it, or its first number."""
+    matches = (pattern.search(name) for pattern in _LAYERS)
+    return next((int(match.group(1)) for match in matches if match), None)
 
 
 def role(name: str) -> str | None:

@@ -51,6 +51,7 @@ def test_layout_says_it_better_and_in_any_case() -> None:
         ("cache.layer7.values", 7, "value", "value"),
         ("value_cache.3", 3, "value", "value"),
         ("past_key.5", 5, "key", "key"),
+        ("model.v2.layers.3.k", 3, "key", "key"),
         ("layers.3.indexer_key", 3, "key", "indexer_key"),
         ("layers.3.query", 3, None, "query"),
     ],
@@ -83,6 +84,13 @@ def test_layout_that_matches_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no tensor has the name and the axes"):
         kvz.compress(tensors, tmp_path / "c.kvz", layout="BHTD")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_keys_of_one_layer_are_not_taken_for_one(tmp_path: Path) -> None:
+    same = torch.zeros(4, 4, 4, dtype=torch.bfloat16)
+    kvz.compress({"a.layers.0.key": same, "b.layers.0.key": same}, tmp_path / "c.kvz")
+    with kvz.open(tmp_path / "c.kvz") as archive, pytest.raises(ConfigError, match="several"):
+        archive.read(0)
 
 
 def test_unknown_tensor_is_named(foreign: tuple[Path, torch.Tensor]) -> None:

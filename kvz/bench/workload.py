@@ -106,7 +106,6 @@ class Workload:
         ]
         self.outputs: list[U16] = [np.empty_like(tensor) for tensor in self.tensors]
         self.chunks = self._chunks(codecs)
-        self.chunk_len = max(chunk.source.size for chunk in self.chunks)
 
     @property
     def nbytes(self) -> int:

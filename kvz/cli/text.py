@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,7 +72,3 @@ def emit_json(document: Any, *, to_stderr: bool = False) -> None:
 
 def is_terminal(stream: Any) -> bool:
     return stream is not None and bool(stream.isatty())
-
-
-def stdout_is_terminal() -> bool:
-    return is_terminal(sys.stdout)

@@ -19,7 +19,7 @@ from kvz.kernels.gpu.splitzip_encode import compact_kernel, encode_kernel, table
 #: Escapes of a block that the scratch holds; real captures have about two in 8,192 elements.
 _CAPACITY = 256
 _TABLE_NBYTES = 256
-_DECODE_LANES = 512
+_DECODE_LANES = 256
 #: Escapes of a block that are read ahead.
 _DECODE_ESCAPES = 64
 _ENCODE_LANES = 256
@@ -33,8 +33,11 @@ def scratch_nbytes(batch: Batch) -> int:
     return _TABLE_NBYTES * batch.chunks.shape[0] + 3 * _CAPACITY * batch.total_programs
 
 
-def _unit(batch: Batch, inner: int) -> int:
-    return batch.unit if inner % batch.unit == 0 else 1
+def _unit(batch: Batch, inner: int, widest: int) -> int:
+    """Elements of a lane, at most ``widest``."""
+    if batch.unit == 1:
+        return 1
+    return next(unit for unit in (8, 4, 1) if unit <= widest and inner % unit == 0)
 
 
 def encode(
@@ -57,7 +60,7 @@ def encode(
     )
     split = 2 * _CAPACITY * batch.total_programs
     positions, exponents = rest[:split].view(torch.uint16), rest[split:]
-    unit = _unit(batch, inner)
+    unit = _unit(batch, inner, 4)
     addresses = (batch.chunks, batch.program_chunk, tables, positions, exponents, sizes)
     tables_kernel[(num_chunks,)](batch.chunks, tables, num_warps=1)
     encode_kernel[(batch.total_programs,)](
@@ -98,7 +101,7 @@ def decode(batch: Batch, status: torch.Tensor, *, inner: int, block_len: int) ->
     ``status`` must be zero before. Payload lengths must cover the streams that follow from the
     shape; offsets, positions and the number of escapes need not be trustworthy.
     """
-    unit = _unit(batch, inner)
+    unit = _unit(batch, inner, 8)
     decode_kernel[(batch.total_programs,)](
         batch.chunks,
         batch.program_chunk,
@@ -107,6 +110,6 @@ def decode(batch: Batch, status: torch.Tensor, *, inner: int, block_len: int) ->
         BLOCK=block_len,
         STEP=_DECODE_LANES,
         ESCAPES=_DECODE_ESCAPES,
-        PERMUTE=unit == 4 and compiles(decode_kernel),
+        PERMUTE=unit > 1 and compiles(decode_kernel),
         num_warps=1,
     )

@@ -1,7 +1,8 @@
 """SplitZip's decoder in Triton: the kernel alone. Layout and names: kernels/reference/splitzip.py.
 
 A program handles one block of one chunk in steps of ``STEP`` lanes, as one warp. Masked-off lanes
-load zero and store nothing; addresses are 64-bit.
+load zero and store nothing; addresses are 64-bit. Lanes may be of eight elements here, decoded as
+two words of four and stored as 16 bytes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,33 @@ def _lookup(code, codebook_ptr, UNIT: tl.constexpr, PERMUTE: tl.constexpr):
         for k in tl.static_range(1, UNIT):
             exponent |= tl.load(codebook_ptr + ((code >> 4 * k) & 15)).to(tl.uint32) << 8 * k
         return exponent
+
+
+@triton.jit
+def _decode_word(packed, code, codebook_ptr, UNIT: tl.constexpr, PERMUTE: tl.constexpr):
+    """BF16 elements of lanes of up to four."""
+    exponent = _lookup(code, codebook_ptr, UNIT, PERMUTE)
+    return join_bf16(packed.to(tl.uint32), exponent, UNIT, PERMUTE)
+
+
+@triton.jit
+def _decode_words(
+    packed_ptr, codes_ptr, lane, valid, codebook_ptr, UNIT: tl.constexpr, PERMUTE: tl.constexpr
+):
+    """A word for each lane, or two where lanes are of eight elements."""
+    packed = tl.load(packed_ptr + lane, mask=valid, other=0)
+    if UNIT == 8:
+        code = tl.load(codes_ptr + lane, mask=valid, other=0)
+        low = _decode_word(packed, code & 0xFFFF, codebook_ptr, 4, PERMUTE)
+        high = _decode_word(packed >> 32, code >> 16, codebook_ptr, 4, PERMUTE)
+        return tl.reshape(tl.join(low, high), (2 * lane.shape[0],))
+    elif UNIT == 4:
+        code = tl.load(codes_ptr + lane, mask=valid, other=0).to(tl.uint32)
+        return _decode_word(packed, code, codebook_ptr, 4, PERMUTE)
+    else:
+        code = tl.load(codes_ptr + lane // 2, mask=valid, other=0).to(tl.uint32)
+        code = (code >> (4 * (lane % 2)).to(tl.uint32)) & 15
+        return _decode_word(packed, code, codebook_ptr, 1, PERMUTE)
 
 
 @triton.jit
@@ -66,9 +94,10 @@ def decode_kernel(
     Fields of the chunks' rows: kernels/gpu/splitzip.py.
     """
     LANES: tl.constexpr = BLOCK // UNIT
-    bits_type: tl.constexpr = tl.uint64 if UNIT == 4 else tl.uint16
-    bytes_type: tl.constexpr = tl.uint32 if UNIT == 4 else tl.uint8
-    codes_type: tl.constexpr = tl.uint16 if UNIT == 4 else tl.uint8
+    WORDS: tl.constexpr = 2 if UNIT == 8 else 1
+    bits_type: tl.constexpr = tl.uint16 if UNIT == 1 else tl.uint64
+    bytes_type: tl.constexpr = tl.uint8 if UNIT == 1 else tl.uint32 if UNIT == 4 else tl.uint64
+    codes_type: tl.constexpr = tl.uint8 if UNIT == 1 else tl.uint16 if UNIT == 4 else tl.uint32
     program = tl.program_id(0).to(tl.int64)
     chunk, row_ptr, block = find_chunk(chunks_ptr, block_chunk_ptr, program)
     payload = load_field(row_ptr, 4)
@@ -82,7 +111,9 @@ def decode_kernel(
     data = load_field(row_ptr, 0) + 2 * data_at
     length = run * load_field(row_ptr, 3)
     here = tl.minimum(length - start, BLOCK).to(tl.int32)
-    one_run = in_run + here <= run
+    straight = in_run + here <= run
+    if UNIT == 8:
+        straight &= data % 16 == 0
 
     num_blocks = (length + BLOCK - 1) // BLOCK
     total = tl.load(offsets_ptr + num_blocks).to(tl.int64)
@@ -107,21 +138,23 @@ def decode_kernel(
     packed_ptr = (payload + start).to(tl.pointer_type(bytes_type))
     codes_ptr = (codes + start // 2).to(tl.pointer_type(codes_type))
     out_ptr = data.to(tl.pointer_type(bits_type))
+    straight_ptr = data.to(tl.pointer_type(bits_type))
+    if UNIT == 8:
+        # what the compiler has to know to store 16 bytes at once
+        straight_ptr = tl.multiple_of(straight_ptr, 16)
     for step in range(0, LANES, STEP):
         lane = step + tl.arange(0, STEP)
-        valid = lane < here // UNIT
-        packed = tl.load(packed_ptr + lane, mask=valid, other=0).to(tl.uint32)
-        if UNIT == 4:
-            code = tl.load(codes_ptr + lane, mask=valid, other=0).to(tl.uint32)
+        words = _decode_words(
+            packed_ptr, codes_ptr, lane, lane < here // UNIT, codebook_ptr, UNIT, PERMUTE
+        ).to(bits_type)
+        at = WORDS * step + tl.arange(0, WORDS * STEP)
+        # likewise: both words of a lane are valid or neither is
+        valid = at // WORDS < here // UNIT
+        if straight:
+            tl.store(straight_ptr + at, words, mask=valid)
         else:
-            code = tl.load(codes_ptr + lane // 2, mask=valid, other=0).to(tl.uint32)
-            code = (code >> (4 * (lane % 2)).to(tl.uint32)) & 15
-        exponent = _lookup(code, codebook_ptr, UNIT, PERMUTE)
-        word = join_bf16(packed, exponent, UNIT, PERMUTE).to(bits_type)
-        if one_run:
-            tl.store(out_ptr + lane, word, mask=valid)
-        else:
-            tl.store(out_ptr + skip_runs(lane, in_run, run, between, UNIT), word, mask=valid)
+            skipped = skip_runs(at, in_run, run, between, UNIT // WORDS)
+            tl.store(out_ptr + skipped, words, mask=valid)
 
     if count > 0:
         # escapes overwrite what other threads of this program wrote above

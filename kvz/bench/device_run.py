@@ -91,19 +91,15 @@ class _CaptureBench:
     def cases(
         self, codebooks: Mapping[str, Mapping[str, bytes]], advance: Callable[[str], None]
     ) -> Iterator[DeviceCase]:
-        for number, nbytes in enumerate(self._plan.sizes):
+        for nbytes in self._plan.sizes:
             work = repeated(self._base, nbytes, _size(nbytes))
-            baselines = nvcomp.contestants(work.bits) if self._has_nvcomp(number) else []
+            baselines = [] if self._device.interpreted else nvcomp.contestants(work.bits)
             yield self._case(work, codebooks, baselines, advance)
             del work, baselines
         small = _size(SMALL_TENSOR_NBYTES)
         name = f"{NUM_LAYERS} layers of 2 tensors of {small}"
         work = many_small(self._base, 2 * NUM_LAYERS, SMALL_TENSOR_NBYTES, name)
         yield self._case(work, codebooks, [], advance, eager=True)
-
-    def _has_nvcomp(self, number: int) -> bool:
-        """Its zstd is slow: on one size only."""
-        return number == 0 and not self._device.interpreted
 
     def _case(
         self,

@@ -22,7 +22,7 @@ from kvz.formats.errors import (
     UnsupportedFeature,
     UnsupportedVersion,
 )
-from kvz.formats.ids import FORMAT_VERSION, KNOWN_FEATURES, READER_VERSION, SectionKind
+from kvz.formats.ids import FIRST_VERSION, FORMAT_VERSION, KNOWN_FEATURES, SectionKind
 from kvz.formats.limits import MAX_CHUNK_NBYTES, MAX_CODEBOOK_NBYTES, MAX_HEAD_NBYTES, MAX_SECTIONS
 
 MAGIC = b"\x89KVZ\r\n\x1a\n"
@@ -56,6 +56,8 @@ _PAYLOAD_CAPS = {
     SectionKind.CODEBOOK: MAX_CODEBOOK_NBYTES,
     SectionKind.RAW: MAX_CHUNK_NBYTES,
     SectionKind.ENCODED: MAX_CHUNK_NBYTES,
+    SectionKind.ANCHOR: MAX_CHUNK_NBYTES,
+    SectionKind.RESIDUAL: MAX_CHUNK_NBYTES,
     SectionKind.INDEX: MAX_SECTIONS * INDEX_DTYPE.itemsize,
 }
 
@@ -80,8 +82,8 @@ class Prelude:
 
     head_nbytes: int
     head_checksum: int
-    version: tuple[int, int] = FORMAT_VERSION
-    reader_version: tuple[int, int] = READER_VERSION
+    version: tuple[int, int] = FIRST_VERSION
+    reader_version: tuple[int, int] = FIRST_VERSION
     features: int = 0
 
     def to_bytes(self) -> bytes:

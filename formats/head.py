@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvz.formats.errors import InvalidField, LimitExceeded, UnknownCodec
-from kvz.formats.ids import CODEC_NAMES, DTYPE_NBYTES, METADATA_KEY
+from kvz.formats.ids import (
+    CODEC_NAMES,
+    CODEC_VERSIONS,
+    DTYPE_NBYTES,
+    FIRST_VERSION,
+    METADATA_KEY,
+    PROGRESSIVE_CODECS,
+)
 from kvz.formats.limits import (
     MAX_CHUNK_NBYTES,
     MAX_NAME_LEN,
@@ -28,6 +35,14 @@ class CodecEntry:
 
     name: str
     config: Mapping[str, Any]
+
+
+def view_shape(shape: tuple[int, ...], token_axis: int | None) -> tuple[int, int, int]:
+    """``(outer, tokens, inner)``; without a token axis, one run of elements."""
+    if token_axis is None:
+        return 1, math.prod(shape), 1
+    before, after = shape[:token_axis], shape[token_axis + 1 :]
+    return math.prod(before), shape[token_axis], math.prod(after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +75,7 @@ class TensorEntry:
     @property
     def view_shape(self) -> tuple[int, int, int]:
         """``(outer, tokens, inner)``."""
-        if self.token_axis is None:
-            return 1, self.num_elements, 1
-        axis = self.token_axis
-        return math.prod(self.shape[:axis]), self.shape[axis], math.prod(self.shape[axis + 1 :])
+        return view_shape(self.shape, self.token_axis)
 
     @property
     def num_chunks(self) -> int:
@@ -125,6 +137,16 @@ class Head:
 
     def codec_of(self, tensor: TensorEntry) -> CodecEntry:
         return self.codecs[tensor.codec]
+
+    def is_progressive(self, tensor: TensorEntry) -> bool:
+        """Whether the tensor's chunks are anchors, with residuals later in the file."""
+        return self.codec_of(tensor).name in PROGRESSIVE_CODECS
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """The format's version that a reader of this file must know."""
+        needed = [CODEC_VERSIONS.get(codec.name, FIRST_VERSION) for codec in self.codecs]
+        return max(needed, default=FIRST_VERSION)
 
     def to_bytes(self) -> bytes:
         document = {

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-#: The version of the container that this code writes, and the newest that it reads.
-FORMAT_VERSION = (0, 1)
-#: The lowest reader version that decodes what this code writes.
-READER_VERSION = (0, 1)
+#: The newest version of the container that this code reads.
+FORMAT_VERSION = (0, 2)
 #: Required-feature bits that this reader knows.
 KNOWN_FEATURES = 0
 
@@ -18,11 +16,21 @@ class SectionKind(IntEnum):
     CODEBOOK = 1
     RAW = 2
     ENCODED = 3
+    ANCHOR = 4
+    RESIDUAL = 5
     INDEX = 0xFFFF
 
 
 #: Codec names as they stand in the head.
-CODEC_NAMES = ("raw", "zstd", "splitzip", "gaac")
+CODEC_NAMES = ("raw", "zstd", "splitzip", "gaac", "lynx", "pnmix")
+#: Codecs whose chunks are an ANCHOR section and, later in the file, a RESIDUAL section.
+PROGRESSIVE_CODECS = frozenset({"lynx"})
+#: Codecs whose decoded values are not those that were encoded.
+LOSSY_CODECS = frozenset({"lynx", "pnmix"})
+#: The version of the format that brought a codec, where it is not the first.
+CODEC_VERSIONS = {"lynx": (0, 2), "pnmix": (0, 2)}
+#: The version of a file without any of these.
+FIRST_VERSION = (0, 1)
 
 #: The key of a safetensors header that is not a tensor.
 METADATA_KEY = "__metadata__"

@@ -1,4 +1,4 @@
-"""kvz: archives of LLM KV caches, exact to the bit.
+"""kvz: archives of LLM KV caches, exact to the bit or openly lossy.
 
 Everything is loaded on first use, so ``import kvz`` costs nothing: neither torch nor transformers
 nor numba is imported before a function needs it.
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         UnsupportedCache,
     )
     from kvz.layout import Layout
+    from kvz.progressive import ProgressiveReader
+    from kvz.refining import refine
     from kvz.restoring import generate_from, restore, to_cache
     from kvz.verifying import VerifyReport, verify
 
@@ -49,6 +51,7 @@ _EXPORTS = {
     "UnsupportedCache": ("kvz.formats.errors", "UnsupportedCache"),
     "KvzError": ("kvz.formats.errors", "KvzError"),
     "Layout": ("kvz.layout", "Layout"),
+    "ProgressiveReader": ("kvz.progressive", "ProgressiveReader"),
     "VerifyReport": ("kvz.verifying", "VerifyReport"),
     "calibrate": ("kvz.calibrating", "calibrate"),
     "capture": ("kvz.capturing", "capture"),
@@ -57,6 +60,7 @@ _EXPORTS = {
     "decompress": ("kvz.decompressing", "decompress"),
     "generate_from": ("kvz.restoring", "generate_from"),
     "open": ("kvz.archive", "open_archive"),
+    "refine": ("kvz.refining", "refine"),
     "restore": ("kvz.restoring", "restore"),
     "to_cache": ("kvz.restoring", "to_cache"),
     "verify": ("kvz.verifying", "verify"),
@@ -76,6 +80,7 @@ __all__ = [
     "KvzError",
     "Layout",
     "MismatchError",
+    "ProgressiveReader",
     "SourceError",
     "UnsupportedCache",
     "VerifyReport",
@@ -87,6 +92,7 @@ __all__ = [
     "decompress",
     "generate_from",
     "open",
+    "refine",
     "restore",
     "to_cache",
     "verify",

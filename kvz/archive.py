@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -12,14 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvz.files import LocalFile, naming
+from kvz.anchor_view import AnchorView
+from kvz.files import naming
 from kvz.formats import container
+from kvz.formats.codecs.spans import residual_offset
 from kvz.formats.container import Index, Prelude, Trailer
 from kvz.formats.errors import ChecksumMismatch, ConfigError
 from kvz.formats.head import Head, TensorEntry
 from kvz.formats.ids import SectionKind
 from kvz.layout import is_key_or_value, layer_index, part_name
-from kvz.sections import Decoder, EncodedChunk, Wanted, check_complete, section_name
+from kvz.locations import open_file
+from kvz.lossy import with_lossy_note
+from kvz.section_table import SectionTable, section_name
+from kvz.sections import Decoder, EncodedChunk, Wanted
 
 #: One read of this size at the end of a file usually brings trailer and index.
 _TAIL_NBYTES = 64 << 10
@@ -38,24 +43,26 @@ class Layer:
 class Archive:
     """An archive opened for reading; tensors are decoded when they are asked for.
 
+    ``path`` may be a URL. ``anchor_only``: a progressive archive is fetched without a byte of its
+    residuals, for which opening it takes one more request; otherwise it takes two, or one.
     Raises NotKvzFile, UnsupportedVersion, UnsupportedFeature, UnknownCodec, TruncatedFile,
     ChecksumMismatch, InvalidField, LimitExceeded or SourceError.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = LocalFile(path)
+    def __init__(self, path: str | os.PathLike[str], *, anchor_only: bool = False) -> None:
+        self._file = open_file(path, container.TRAILER_NBYTES if anchor_only else None)
         self.name = self._file.name
         with naming(self.name):
-            self._open()
+            self._open(container.TRAILER_NBYTES if anchor_only else _TAIL_NBYTES)
         self._by_name = {entry.name: i for i, entry in enumerate(self.head.tensors)}
         self._prepared: dict[int, Any] = {}
         self._lock = threading.Lock()
 
-    def _open(self) -> None:
+    def _open(self, tail_nbytes: int) -> None:
         file = self._file
+        tail_start = max(0, file.nbytes - tail_nbytes)
+        tail = file.read(tail_start, tail_nbytes)
         self.prelude = Prelude.from_bytes(file.read(0, container.PRELUDE_NBYTES))
-        tail_start = max(0, file.nbytes - _TAIL_NBYTES)
-        tail = file.read(tail_start, _TAIL_NBYTES)
         self.trailer = Trailer.from_bytes(tail[-container.TRAILER_NBYTES :], file.nbytes)
         start, nbytes = self.trailer.index_offset, self.trailer.index_nbytes
         inside = start >= tail_start
@@ -67,14 +74,15 @@ class Archive:
             raise ChecksumMismatch("head and trailer belong to different files")
         self.head = Head.from_bytes(head)
         self.index: Index = container.parse_index(data, self.prelude, self.trailer)
-        check_complete(self.head, self.index)
+        self.table = SectionTable(self.head, self.index)
         self.decoder = Decoder(self.head)
 
     # -- what restore and compare need (kvz.source_protocol.CacheSource)
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        return self.head.metadata
+        """That of the capture, with a note when a codec is lossy."""
+        return with_lossy_note(self.head)
 
     @property
     def tensor_names(self) -> Sequence[str]:
@@ -89,16 +97,26 @@ class Archive:
             raise ConfigError(f"{self.name}: has no tensor {name!r}")
         return self._by_name[name]
 
+    def anchor(self) -> AnchorView:
+        """The same cache by its anchors alone; see :class:`kvz.anchor_view.AnchorView`.
+
+        Raises ConfigError when it has no anchors.
+        """
+        return AnchorView(self)
+
     def dtype(self, name: str) -> str:
         return self.entry(name).dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.entry(name).shape
 
-    def read_tensor(self, name: str, tokens: slice | None = None) -> NDArray[Any]:
+    def read_tensor(
+        self, name: str, tokens: slice | None = None, *, anchor_only: bool = False
+    ) -> NDArray[Any]:
         """A tensor as its integer view; only the chunks that hold ``tokens`` are read.
 
-        ``tokens`` has step 1 and applies to the token axis. Raises ConfigError and DamagedFile.
+        ``tokens`` has step 1 and applies to the token axis. ``anchor_only``: without the residuals
+        of a progressive codec. Raises ConfigError and DamagedFile.
         """
         index = self._number(name)
         entry = self.head.tensors[index]
@@ -106,13 +124,17 @@ class Archive:
         start, stop = token_range(tokens, entry)
         out = np.empty((outer, stop - start, inner), f"u{entry.itemsize}")
         first = start // entry.chunk_tokens
-        for chunk in range(first, first if stop == start else -(-stop // entry.chunk_tokens)):
+        chunks = range(first, first if stop == start else -(-stop // entry.chunk_tokens))
+        self._announce(((index, chunk) for chunk in chunks), anchor_only)
+        for chunk in chunks:
             begin, end = entry.chunk_range(chunk)
             if start <= begin and end <= stop:
-                self.read_chunk(index, chunk, out[:, begin - start : end - start])
+                self.read_chunk(
+                    index, chunk, out[:, begin - start : end - start], anchor_only=anchor_only
+                )
                 continue
             decoded = np.empty(entry.chunk_shape(chunk), out.dtype)
-            self.read_chunk(index, chunk, decoded)
+            self.read_chunk(index, chunk, decoded, anchor_only=anchor_only)
             low, high = max(begin, start), min(end, stop)
             out[:, low - start : high - start] = decoded[:, low - begin : high - begin]
         shape = list(entry.shape)
@@ -153,32 +175,17 @@ class Archive:
 
     # -- sections
 
-    @cached_property
-    def _codebook_rows(self) -> dict[int, int]:
-        rows = np.flatnonzero(self.index["kind"] == SectionKind.CODEBOOK)
-        return {int(self.index["tensor"][row]): int(row) for row in rows}
-
-    @cached_property
-    def _first_chunk_rows(self) -> NDArray[np.int64]:
-        """Row of chunk 0 of each tensor, counted among the rows that are not codebooks."""
-        counts = np.array([entry.num_chunks for entry in self.head.tensors], np.int64)
-        return np.cumsum(counts) - counts
-
-    @cached_property
-    def _chunk_rows(self) -> NDArray[np.int64]:
-        return np.flatnonzero(self.index["kind"] != SectionKind.CODEBOOK)
-
     def read_payload(self, row: int) -> NDArray[np.uint8]:
         """The payload of a section, its checksum verified. Raises ChecksumMismatch."""
         payload = np.empty(int(self.index["length"][row]), np.uint8)
-        self._read_into(row, payload)
-        self._check_payload(row, payload)
+        self._read_row(row, payload)
+        self._check_row(row, payload)
         return payload
 
-    def _read_into(self, row: int, out: NDArray[np.uint8]) -> None:
+    def _read_row(self, row: int, out: NDArray[np.uint8]) -> None:
         self._file.read_into(int(self.index["offset"][row]), out)
 
-    def _check_payload(self, row: int, payload: NDArray[np.uint8]) -> None:
+    def _check_row(self, row: int, payload: NDArray[np.uint8]) -> None:
         section = self.index[row]
         if container.checksum(payload) != int(section["checksum"]):
             name = section_name(
@@ -190,41 +197,87 @@ class Archive:
         """What decoding a tensor's chunks needs; its codebook is read once."""
         with self._lock:
             if tensor not in self._prepared:
-                row = self._codebook_rows.get(tensor)
+                row = self.table.codebook_row(tensor)
                 codebook = None if row is None else self.read_payload(row).tobytes()
                 entry = self.head.tensors[tensor]
                 self._prepared[tensor] = self.decoder.prepare(entry, codebook)
             return self._prepared[tensor]
 
-    def read_chunk(self, tensor: int, chunk: int, out: NDArray[Any]) -> None:
+    def read_chunk(
+        self, tensor: int, chunk: int, out: NDArray[Any], *, anchor_only: bool = False
+    ) -> None:
         """Decode one chunk into ``out [outer, n, inner]``. Raises DamagedFile."""
-        with naming(self.name):
-            row = self._chunk_row(tensor, chunk)
-            kind = SectionKind(int(self.index["kind"][row]))
-            prepared = None if kind is SectionKind.RAW else self.prepared(tensor)
-            entry = self.head.tensors[tensor]
-            self.decoder.decode(kind, entry, chunk, self.read_payload(row), prepared, out)
+        self._encoded_chunk(tensor, chunk, anchor_only=anchor_only).decode(out)
 
-    def _chunk_row(self, tensor: int, chunk: int) -> int:
-        return int(self._chunk_rows[self._first_chunk_rows[tensor] + chunk])
+    def chunks(self, wanted: Wanted, *, anchor_only: bool = False) -> Iterator[EncodedChunk]:
+        """The wanted chunks in the order of tensors; each is read when it is decoded."""
+        places = self._places(wanted)
+        self._announce(places, anchor_only)
+        for index, chunk in places:
+            yield self._encoded_chunk(index, chunk, anchor_only=anchor_only)
 
-    def chunks(self, wanted: Wanted) -> Iterator[EncodedChunk]:
-        """The wanted chunks in file order; each is read when it is decoded."""
-        for index, entry in enumerate(self.head.tensors):
-            for chunk in range(entry.num_chunks):
-                if wanted(index, chunk):
-                    yield self._encoded_chunk(index, chunk)
+    def announce(self, names: Iterable[str], *, anchor_only: bool = False) -> None:
+        """Say that these tensors will be read next, in this order: a remote file reads ahead."""
+        numbers = [self._number(name) for name in names]
+        counts = [self.head.tensors[number].num_chunks for number in numbers]
+        places = ((n, i) for n, count in zip(numbers, counts, strict=True) for i in range(count))
+        self._announce(places, anchor_only)
 
-    def _encoded_chunk(self, tensor: int, chunk: int) -> EncodedChunk:
-        row = self._chunk_row(tensor, chunk)
+    def requests(self, wanted: Wanted, *, anchor_only: bool = False) -> list[tuple[int, int]]:
+        """Offset and length of the requests that :meth:`chunks` would make; none if it is local."""
+        places = self._places(wanted)
+        return self._file.requests(self.table.ranges(places, (), anchor_only=anchor_only))
+
+    def _places(self, wanted: Wanted) -> list[tuple[int, int]]:
+        return [
+            (index, chunk)
+            for index, entry in enumerate(self.head.tensors)
+            for chunk in range(entry.num_chunks)
+            if wanted(index, chunk)
+        ]
+
+    def _announce(self, places: Iterable[tuple[int, int]], anchor_only: bool) -> None:
+        self._file.prefetch(self.table.ranges(places, self._prepared, anchor_only=anchor_only))
+
+    def _encoded_chunk(self, tensor: int, chunk: int, *, anchor_only: bool) -> EncodedChunk:
+        row = self.table.chunk_row(tensor, chunk)
+        residual_row = None if anchor_only else self.table.residual_row(row)
+        kind = SectionKind(int(self.index["kind"][row]))
+        parts = [(row, 0, int(self.index["length"][row]))]
+        if residual_row is not None:
+            kind = SectionKind.RESIDUAL
+            start = residual_offset(parts[0][2])
+            parts.append((residual_row, start, int(self.index["length"][residual_row])))
+        nbytes = parts[-1][1] + parts[-1][2]
+
+        def read(out: NDArray[np.uint8]) -> None:
+            for row, start, length in parts:
+                self._read_row(row, out[start : start + length])
+
+        def check(payload: NDArray[np.uint8]) -> None:
+            for row, start, length in parts:
+                self._check_row(row, payload[start : start + length])
+            if residual_row is not None:
+                entry, anchor = self.head.tensors[tensor], payload[: parts[0][2]]
+                self.decoder.check_parts(entry, chunk, anchor, parts[1][2])
+
+        def decode(out: NDArray[Any]) -> None:
+            with naming(self.name):
+                prepared = None if kind is SectionKind.RAW else self.prepared(tensor)
+                payload = np.empty(nbytes, np.uint8)
+                read(payload)
+                check(payload)
+                entry = self.head.tensors[tensor]
+                self.decoder.decode(kind, entry, chunk, payload, prepared, out)
+
         return EncodedChunk(
             tensor=tensor,
             chunk=chunk,
-            kind=SectionKind(int(self.index["kind"][row])),
-            payload_nbytes=int(self.index["length"][row]),
-            decode=partial(self.read_chunk, tensor, chunk),
-            read=partial(self._read_into, row),
-            check=partial(self._check_payload, row),
+            kind=kind,
+            payload_nbytes=nbytes,
+            decode=decode,
+            read=read,
+            check=check,
             prepared=partial(self.prepared, tensor),
         )
 
@@ -237,6 +290,11 @@ class Archive:
     def nbytes_read(self) -> int:
         """Bytes that were read from it so far."""
         return self._file.nbytes_read
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that were made so far; 0 for a local file."""
+        return self._file.num_requests
 
     def close(self) -> None:
         self._file.close()

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvz.files import read_exactly
+from kvz.files import read_exactly, read_up_to
 from kvz.formats import container
+from kvz.formats.codecs.spans import residual_offset
 from kvz.formats.container import Frame, Prelude, Trailer
 from kvz.formats.errors import InvalidField, TruncatedFile
-from kvz.formats.head import Head, TensorEntry
+from kvz.formats.head import Head
 from kvz.formats.ids import SectionKind
-from kvz.sections import Decoder, EncodedChunk, Wanted, check_complete, section_name
+from kvz.section_table import SectionTable, check_kind, section_name
+from kvz.sections import Decoder, EncodedChunk, Wanted
+from kvz.spool import PayloadSpool
+
+
+class Arrival(NamedTuple):
+    """A chunk (RAW, ENCODED, ANCHOR) or a RESIDUAL; ``prepared`` is what its decoding needs.
+
+    ``is_last_chunk``: all chunks are there; what comes later is residuals.
+    """
+
+    kind: SectionKind
+    tensor: int
+    chunk: int
+    payload: NDArray[np.uint8]
+    prepared: Any
+    is_last_chunk: bool
 
 
 class ArchiveStream:
@@ -27,7 +46,7 @@ class ArchiveStream:
     def __init__(self, stream: BinaryIO, name: str = "<stdin>") -> None:
         self.name = name
         self._stream = stream
-        self.prelude = Prelude.from_bytes(stream.read(container.PRELUDE_NBYTES))
+        self.prelude = Prelude.from_bytes(read_up_to(stream, container.PRELUDE_NBYTES))
         head = read_exactly(stream, self.prelude.head_nbytes).tobytes()
         self.prelude.check_head(head)
         self.head = Head.from_bytes(head)
@@ -44,28 +63,93 @@ class ArchiveStream:
     def _take(self, nbytes: int) -> NDArray[np.uint8]:
         return read_exactly(self._stream, nbytes)
 
-    def chunks(self, wanted: Wanted) -> Iterator[EncodedChunk]:
-        """The wanted chunks as they arrive; everything else is read and checked as well."""
+    def arrivals(self) -> Iterator[Arrival]:
+        """Chunks and residuals as they arrive: every section once, in its place, checksum verified.
+
+        Whoever stops early knows that of what came so far; the trailer is checked at the end.
+        """
         prepared: tuple[int, Any] = (-1, None)
+        # one ahead, never all: a hostile head can claim any number of chunks
+        chunks = (
+            (tensor, chunk, False)
+            for tensor, entry in enumerate(self.head.tensors)
+            for chunk in range(entry.num_chunks)
+        )
+        due = next(chunks, None)
+        residuals: deque[tuple[int, int, bool]] = deque()
         for frame, payload in self._sections():
             entry = self.head.tensors[frame.tensor]
+            place = (frame.tensor, frame.chunk)
             if frame.kind is SectionKind.CODEBOOK:
+                if prepared[0] == frame.tensor:
+                    name = section_name(self.head, frame.kind, *place)
+                    raise InvalidField(f"{name} does not stand once, before the tensor's chunks")
+                if due != (*place, False):
+                    raise self._misplaced(frame, due or (residuals[0] if residuals else None))
                 prepared = (frame.tensor, self.decoder.prepare(entry, payload.tobytes()))
-            elif wanted(frame.tensor, frame.chunk):
-                if frame.kind is not SectionKind.RAW and prepared[0] != frame.tensor:
-                    prepared = (frame.tensor, self.decoder.prepare(entry, None))
-                yield self._encoded_chunk(frame, entry, payload, prepared[1])
+                continue
+            # residuals come when all chunks are there
+            if due is None and residuals:
+                due = residuals.popleft()
+            if (*place, frame.kind is SectionKind.RESIDUAL) != due:
+                raise self._misplaced(frame, due)
+            due = next(chunks, None)
+            if frame.kind is SectionKind.ANCHOR:
+                residuals.append((*place, True))
+            if frame.kind in (SectionKind.ANCHOR, SectionKind.ENCODED) and prepared[0] != place[0]:
+                prepared = (frame.tensor, self.decoder.prepare(entry, None))
+            yield Arrival(frame.kind, *place, payload, prepared[1], is_last_chunk=due is None)
 
-    def _encoded_chunk(
-        self, frame: Frame, entry: TensorEntry, payload: NDArray[np.uint8], prepared: Any
-    ) -> EncodedChunk:
-        decode = self.decoder.decode
+    def _misplaced(self, frame: Frame, expected: tuple[int, int, bool] | None) -> InvalidField:
+        found = section_name(self.head, frame.kind, frame.tensor, frame.chunk)
+        if expected is None:
+            return InvalidField(f"{found} comes after the last section that the head needs")
+        tensor, chunk, is_residual = expected
+        kind = SectionKind.RESIDUAL if is_residual else SectionKind.ENCODED
+        wanted = section_name(self.head, kind, tensor, chunk)
+        return InvalidField(f"{found} comes where {wanted} must be")
+
+    def chunks(self, wanted: Wanted, *, anchor_only: bool = False) -> Iterator[EncodedChunk]:
+        """The wanted chunks as they become complete; everything else is read and checked as well.
+
+        ``anchor_only``: ends with the last anchor, whatever comes later, and leaves it unread.
+        """
+        if anchor_only and not any(entry.num_chunks for entry in self.head.tensors):
+            return
+        waiting: deque[Any] = deque()
+        with contextlib.closing(PayloadSpool()) as anchors:
+            for arrival in self.arrivals():
+                kind, tensor, chunk, payload, prepared, is_last = arrival
+                if wanted(tensor, chunk):
+                    if kind is SectionKind.RESIDUAL:
+                        arrival = self.join(arrival, anchors.get(), waiting.popleft())
+                    if kind is SectionKind.ANCHOR and not anchor_only:
+                        anchors.put(payload)
+                        waiting.append(prepared)
+                    else:
+                        yield self.encoded_chunk(arrival)
+                if anchor_only and is_last:
+                    return
+
+    def join(self, residual: Arrival, anchor: NDArray[np.uint8], prepared: Any) -> Arrival:
+        """A RESIDUAL whose payload is that of both. Raises InvalidField for a wrong length."""
+        entry = self.head.tensors[residual.tensor]
+        self.decoder.check_parts(entry, residual.chunk, anchor, residual.payload.size)
+        start = residual_offset(anchor.size)
+        payload = np.zeros(start + residual.payload.size, np.uint8)
+        payload[: anchor.size], payload[start:] = anchor, residual.payload
+        return residual._replace(payload=payload, prepared=prepared)
+
+    def encoded_chunk(self, arrival: Arrival) -> EncodedChunk:
+        """What arrived; for a RESIDUAL, its payload must be that of both."""
+        kind, tensor, chunk, payload, prepared, _ = arrival
+        entry = self.head.tensors[tensor]
         return EncodedChunk(
-            tensor=frame.tensor,
-            chunk=frame.chunk,
-            kind=frame.kind,
+            tensor=tensor,
+            chunk=chunk,
+            kind=kind,
             payload_nbytes=payload.size,
-            decode=partial(decode, frame.kind, entry, frame.chunk, payload, prepared),
+            decode=partial(self.decoder.decode, kind, entry, chunk, payload, prepared),
             read=lambda out: np.copyto(out, payload),
             check=lambda payload: None,  # was checked as it arrived
             prepared=lambda: prepared,
@@ -90,6 +174,7 @@ class ArchiveStream:
                 name = section_name(self.head, frame.kind, frame.tensor, frame.chunk)
                 raise InvalidField(f"a section names {name}, which does not exist")
             name = section_name(self.head, frame.kind, frame.tensor, frame.chunk)
+            check_kind(self.head, frame.kind, frame.tensor, frame.chunk)
             frame.check_payload(payload, name)
             entry = (start, frame.length, frame.checksum, frame.tensor, frame.chunk, frame.kind, 0)
             entries.append(entry)
@@ -118,7 +203,7 @@ class ArchiveStream:
         index = container.parse_index(payload.tobytes(), self.prelude, trailer)
         if not np.array_equal(index, seen):
             raise InvalidField("the index differs from the sections that came before it")
-        check_complete(self.head, index)
+        SectionTable(self.head, index)
         self.nbytes = end + container.TRAILER_NBYTES
         if self._stream.read(1):
             raise TruncatedFile("bytes follow the trailer")

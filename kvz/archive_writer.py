@@ -28,7 +28,7 @@ class ArchiveWriter:
         self._entries: list[tuple[int, int, int, int, int, int, int]] = []
         data = head.to_bytes()
         self._head_checksum = container.checksum(data)
-        self._write(Prelude(len(data), self._head_checksum).to_bytes())
+        self._write(Prelude(len(data), self._head_checksum, head.version, head.version).to_bytes())
         self._write(data)
 
     @property

@@ -89,7 +89,7 @@ def calibrate(
 def _entries(file: SafetensorsFile, codec: Codec, layout: Layout) -> dict[str, TensorEntry]:
     """The tensors that the codec takes and that hold something, by name."""
     with naming(file.name):
-        head = plan(file, codec, layout)
+        head = plan(file, codec, layout).head
         entries = {e.name: e for e in head.tensors if e.codec == 0 and e.num_elements}
         if not entries:
             raise ConfigError(f"holds no cache tensor that codec {codec.name} takes")

@@ -7,25 +7,33 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvz.archive_writer import ArchiveWriter, Sink
 from kvz.codebooks import CodebookFile
 from kvz.codecs import DEFAULT_CODEC, codec_from_options
-from kvz.codecs.base import Codec
 from kvz.devices import DEFAULT_DEVICE, require_gpu
 from kvz.files import STANDARD_STREAM, atomic_output, naming, same_file
+from kvz.formats import container
 from kvz.formats.errors import ConfigError
 from kvz.formats.head import Head
+from kvz.formats.ids import SectionKind
 from kvz.layout import Layout
-from kvz.planning import SectionSource, plan
+from kvz.locations import shown_name
+from kvz.planning import Plan, SectionSource, plan
+from kvz.remote.urls import is_remote
 from kvz.safetensors_io import (
     MemorySource,
+    RemoteCapture,
     SafetensorsFile,
     SafetensorsStream,
     TensorSource,
     describe_array,
 )
+from kvz.spool import PayloadSpool
 from kvz.workers import run_ordered, thread_count
 
 if TYPE_CHECKING:
@@ -42,6 +50,7 @@ class CompressReport:
     ``num_fallback_tensors``: tensors that the codec does not take and ``zstd`` stored.
     ``guessed_axis``: the first tensor whose token axis was taken from its shape alone. ``stages``:
     with a GPU, the seconds that each stage was busy (:mod:`kvz.gpu.stages`); they overlap.
+    ``anchor_nbytes``: of a progressive codec, the bytes that suffice for the anchors.
     """
 
     source: str
@@ -55,6 +64,7 @@ class CompressReport:
     seconds: float
     device: str = "cpu"
     stages: dict[str, float] | None = None
+    anchor_nbytes: int | None = None
 
     @property
     def ratio(self) -> float:
@@ -65,46 +75,79 @@ class CompressReport:
         return self.original_nbytes / self.seconds / 1e9
 
 
+class WrittenArchive(NamedTuple):
+    """Bytes of the file, and those before its first residual (None: it has none)."""
+
+    nbytes: int
+    anchor_nbytes: int | None
+
+
 def write_archive(
     source: TensorSource,
-    head: Head,
+    planned: Plan,
     stream: Sink,
-    codec: Codec,
     *,
     codebook: CodebookFile | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
     gpu: GpuEncoder | None = None,
-) -> int:
-    """Write the archive that ``head`` plans to ``stream``; returns its size in bytes."""
-    writer = ArchiveWriter(stream, head)
-    planned = SectionSource(source, head, codec, codebook)
+) -> WrittenArchive:
+    """Write the planned archive to ``stream``."""
+    writer = ArchiveWriter(stream, planned.head)
+    work = SectionSource(source, planned, codebook)
     if gpu is None:
-        sections = run_ordered(planned.jobs(), thread_count(threads))
+        sections = run_ordered(work.jobs(), thread_count(threads))
     else:
-        sections = gpu.sections(planned, thread_count(threads))
+        sections = gpu.sections(work, thread_count(threads))
+    residuals = _Residuals()
     for section in sections:
         if section is None:
             continue
         writer.add(section.kind, section.tensor, section.chunk, section.payload, section.checksum)
+        if section.residual is not None:
+            residuals.keep(section.tensor, section.chunk, section.residual)
         section.release()
         if progress is not None:
             progress(section.raw_nbytes)
+    anchor_nbytes = writer.nbytes if len(residuals) else None
+    residuals.write(writer)
     writer.finish()
-    return writer.nbytes
+    return WrittenArchive(writer.nbytes, anchor_nbytes)
+
+
+class _Residuals:
+    """Residuals wait here until every anchor is written."""
+
+    def __init__(self) -> None:
+        self._spool = PayloadSpool()
+        self._chunks: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def keep(self, tensor: int, chunk: int, payload: NDArray[np.uint8]) -> None:
+        self._spool.put(payload)
+        self._chunks.append((tensor, chunk))
+
+    def write(self, writer: ArchiveWriter) -> None:
+        for tensor, chunk in self._chunks:
+            payload = self._spool.get()
+            total = container.checksum(payload)
+            writer.add(SectionKind.RESIDUAL, tensor, chunk, payload, total)
+        self._spool.close()
 
 
 def open_source(
     source: str | os.PathLike[str] | Mapping[str, Any], metadata: Mapping[str, str] | None = None
 ) -> TensorSource:
-    """A safetensors path, ``-`` for standard input, or a mapping of arrays or tensors."""
+    """A safetensors path or URL, ``-`` for standard input, or a mapping of arrays or tensors."""
     if isinstance(source, Mapping):
         arrays = {name: describe_array(value) for name, value in source.items()}
         return MemorySource(arrays, metadata or {})
     if os.fspath(source) == STANDARD_STREAM:
         with naming("<stdin>"):
             return SafetensorsStream(sys.stdin.buffer)
-    return SafetensorsFile(source)
+    return RemoteCapture(source) if is_remote(source) else SafetensorsFile(source)
 
 
 def compress(
@@ -123,15 +166,17 @@ def compress(
 ) -> CompressReport:
     """Compress a cache into the archive ``destination``.
 
-    ``source`` is a safetensors file (path, or ``-`` for standard input), a :class:`kvz.Capture`, or
-    a mapping from names to NumPy arrays or torch tensors (any strides; BF16 as torch tensors);
-    ``metadata`` goes with a mapping. BF16 tensors with a token axis go through ``codec`` (``gaac``,
-    ``splitzip``, ``zstd``, ``raw``), all others losslessly through ``zstd``. ``codec_options`` are
-    strings as on the command line. ``device``: ``cuda`` or ``cuda:N`` encodes on a GPU, with the
+    ``source`` is a safetensors file (path, URL, or ``-`` for standard input), a
+    :class:`kvz.Capture`, or a mapping from names to NumPy arrays or torch tensors (any strides;
+    BF16 as torch tensors); ``metadata`` goes with a mapping. BF16 tensors with a token axis go
+    through ``codec`` (``gaac``, ``splitzip``, ``zstd``, ``raw``; the lossy ``lynx`` takes keys and
+    values only), all others losslessly through ``zstd``. ``codec_options`` are strings as on the
+    command line. ``device``: ``cuda`` or ``cuda:N`` encodes on a GPU, with the
     same bytes as a result; ``auto`` and ``cpu`` do not. ``threads``: default one per processor.
 
-    The file appears when it is complete. Raises SourceError (input or output), NotSafetensorsFile,
-    TruncatedFile, ConfigError (options, device), ContentMismatch (codebook).
+    The file, or at a URL the object, appears when it is complete. Raises SourceError (input or
+    output), NotSafetensorsFile, TruncatedFile, ConfigError (options, device),
+    ContentMismatch (codebook).
     """
     start = time.perf_counter()
     if hasattr(source, "tensors") and hasattr(source, "metadata"):
@@ -140,18 +185,20 @@ def compress(
     book = None if codebook is None else CodebookFile.load(codebook)
     opened = open_source(source, metadata)
     if not isinstance(source, Mapping) and same_file(source, destination):
-        raise ConfigError(f"{os.fspath(destination)}: input and output are the same file")
+        raise ConfigError(f"{shown_name(destination)}: input and output are the same file")
     where = Layout(layout) if isinstance(layout, str) else layout or Layout()
     with naming(opened.name):
-        head = plan(opened, binding, where)
+        planned = plan(opened, binding, where)
         _check_layout(where, opened)
+    head = planned.head
     gpu = _gpu_encoder(device, head)
-    with atomic_output(destination, overwrite=overwrite) as stream, naming(opened.name):
-        stored = write_archive(
+    original_nbytes = sum(tensor.nbytes for tensor in opened.header.tensors)
+    output = atomic_output(destination, overwrite=overwrite, expected_nbytes=original_nbytes)
+    with output as stream, naming(opened.name):
+        written = write_archive(
             opened,
-            head,
+            planned,
             stream,
-            binding,
             codebook=book,
             threads=threads,
             progress=progress,
@@ -159,13 +206,14 @@ def compress(
         )
     return CompressReport(
         source=opened.name,
-        destination=os.fspath(destination),
+        destination=shown_name(destination),
         codec=codec,
         num_tensors=len(head.tensors),
-        num_fallback_tensors=sum(tensor.codec != 0 for tensor in head.tensors),
+        num_fallback_tensors=planned.num_fallback_tensors,
         guessed_axis=_guessed_axis(where, head),
-        original_nbytes=sum(tensor.nbytes for tensor in opened.header.tensors),
-        stored_nbytes=stored,
+        original_nbytes=original_nbytes,
+        stored_nbytes=written.nbytes,
+        anchor_nbytes=written.anchor_nbytes,
         seconds=time.perf_counter() - start,
         device="cpu" if gpu is None else gpu.name,
         stages=None if gpu is None else gpu.stages.seconds(),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvz.anchor_view import check_progressive
 from kvz.archive import Archive, token_range
 from kvz.archive_stream import ArchiveStream
 from kvz.chunk_decoding import decode_chunks, gpu_decoder
@@ -22,6 +25,8 @@ from kvz.formats.errors import ConfigError
 from kvz.formats.head import Head, TensorEntry
 from kvz.formats.safetensors import build_header
 from kvz.layout import SELECTION_KEY, is_key_or_value, layer_index
+from kvz.locations import shown_name
+from kvz.lossy import lossy_note, with_lossy_note
 from kvz.sections import EncodedChunk
 from kvz.workers import thread_count
 
@@ -29,6 +34,8 @@ from kvz.workers import thread_count
 @dataclass(frozen=True, slots=True)
 class DecompressReport:
     """What :func:`decompress` did. Sizes in bytes; ``read_nbytes`` of the archive.
+
+    ``lossy``: by which codec the values differ from the captured ones; empty when they do not.
 
     ``stages``: with a GPU, the seconds that each stage was busy (:mod:`kvz.gpu.stages`).
     """
@@ -42,6 +49,7 @@ class DecompressReport:
     seconds: float
     device: str = "cpu"
     stages: dict[str, float] | None = None
+    lossy: str = ""
 
     @property
     def gb_per_s(self) -> float:
@@ -74,11 +82,11 @@ class _Target:
 
 
 class _Output(Protocol):
-    """Takes decoded chunks of one target after the other."""
+    """Takes decoded chunks: ``put`` on any thread, then ``note`` for each in order on one."""
 
     def put(self, target: _Target, begin: int, decoded: NDArray[Any]) -> None: ...
 
-    def end(self, target: _Target) -> None: ...
+    def note(self, target: _Target) -> None: ...
 
 
 class _FileOutput:
@@ -96,16 +104,22 @@ class _FileOutput:
             position = target.offset + (o * tokens + low - target.start) * token_nbytes
             self._stream.write_at(run, position)
 
-    def end(self, target: _Target) -> None:
+    def note(self, target: _Target) -> None:
         pass
 
 
 class _StreamOutput:
-    """A pipe: each tensor is put together in memory, then written."""
+    """A pipe or an object: a tensor is put together in memory, and written after all before it.
 
-    def __init__(self, stream: OutputFile) -> None:
+    Chunks of a tensor need not come in order: of a progressive archive, those that are stored as
+    they are come before those that wait for their residuals.
+    """
+
+    def __init__(self, stream: OutputFile, targets: Sequence[_Target]) -> None:
         self._stream = stream
         self._tensors: dict[int, NDArray[Any]] = {}
+        self._order = deque(target.index for target in targets if target.chunks)
+        self._missing = {target.index: len(target.chunks) for target in targets}
 
     def put(self, target: _Target, begin: int, decoded: NDArray[Any]) -> None:
         outer, _, inner = decoded.shape
@@ -115,9 +129,10 @@ class _StreamOutput:
         low, high = _overlap(target, begin, decoded.shape[1])
         tensor[:, low - target.start : high - target.start] = decoded[:, low - begin : high - begin]
 
-    def end(self, target: _Target) -> None:
-        tensor = self._tensors.pop(target.index, None)
-        if tensor is not None:
+    def note(self, target: _Target) -> None:
+        self._missing[target.index] -= 1
+        while self._order and not self._missing[self._order[0]]:
+            tensor = self._tensors.pop(self._order.popleft())
             self._stream.write(tensor.reshape(-1).view(np.uint8))
 
 
@@ -150,8 +165,10 @@ def _select(head: Head, layers: Collection[int] | None, tokens: slice | None) ->
     return targets
 
 
-def _header(head: Head, targets: list[_Target], selection: str) -> tuple[bytes, list[_Target]]:
-    metadata = dict(head.metadata)
+def _header(
+    head: Head, targets: list[_Target], selection: str, *, anchor_only: bool
+) -> tuple[bytes, list[_Target]]:
+    metadata = dict(with_lossy_note(head, anchor_only=anchor_only))
     if selection:
         metadata[SELECTION_KEY] = selection
     listing = [(t.entry.name, t.entry.dtype, t.shape) for t in targets]
@@ -173,11 +190,11 @@ class _Restorer:
         target = self._targets.get(tensor)
         return target is not None and chunk in target.chunks
 
-    def put(self, encoded: EncodedChunk, decoded: NDArray[Any]) -> tuple[int, _Target | None]:
-        """Returns the raw bytes, and the chunk's target if that is now complete."""
+    def put(self, encoded: EncodedChunk, decoded: NDArray[Any]) -> tuple[int, _Target]:
+        """Returns the raw bytes, and the chunk's target."""
         target = self._targets[encoded.tensor]
         self._output.put(target, target.entry.chunk_range(encoded.chunk)[0], decoded)
-        return decoded.nbytes, target if encoded.chunk == target.chunks[-1] else None
+        return decoded.nbytes, target
 
 
 def decompress(
@@ -186,56 +203,65 @@ def decompress(
     *,
     layers: Collection[int] | None = None,
     tokens: slice | None = None,
+    anchor_only: bool = False,
     device: str = DEFAULT_DEVICE,
     threads: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> DecompressReport:
-    """Restore an archive (path, or ``-`` for standard input) to a safetensors file (or ``-``).
+    """Restore an archive (path, URL, or ``-`` for standard input) to a safetensors file.
 
     With ``layers`` or ``tokens`` (a range with step 1 over the stored tokens) only the key and
     value tensors of these layers and tokens are read and written, and the metadata of the result
-    says so. ``device``: ``cuda`` or ``cuda:N`` decodes on a GPU; ``auto`` and ``cpu`` do not. The
-    file appears when everything was decoded and every checksum held.
+    says so. ``anchor_only``: of a progressive archive, restore the anchors and leave the residuals
+    unread. What went through a lossy codec says so in the metadata (``kvz.lossy``). ``device``:
+    ``cuda`` or ``cuda:N`` decodes on a GPU; ``auto`` and ``cpu`` do not. The file appears when
+    everything was decoded and every checksum held.
 
-    Raises what :class:`kvz.archive.Archive` raises, and ConfigError for a selection out of range
-    or a device that cannot be used.
+    Raises what :class:`kvz.archive.Archive` raises, and ConfigError for a selection out of range,
+    anchors that the archive does not have, or a device that cannot be used.
     """
     start = time.perf_counter()
     if same_file(source, destination):
-        raise ConfigError(f"{os.fspath(destination)}: input and output are the same file")
+        raise ConfigError(f"{shown_name(destination)}: input and output are the same file")
     piped = os.fspath(source) == STANDARD_STREAM
-    name = "<stdin>" if piped else os.fspath(source)
+    name = "<stdin>" if piped else shown_name(source)
     with naming(name):
-        archive = ArchiveStream(sys.stdin.buffer) if piped else Archive(source)
+        archive = (
+            ArchiveStream(sys.stdin.buffer) if piped else Archive(source, anchor_only=anchor_only)
+        )
         targets = _select(archive.head, layers, tokens)
+        if anchor_only:
+            check_progressive(archive.head)
     gpu = gpu_decoder(device, archive.head)
-    prefix, targets = _header(archive.head, targets, _describe(layers, tokens))
-    with atomic_output(destination, overwrite=overwrite) as stream, naming(name):
+    selection = _describe(layers, tokens)
+    prefix, targets = _header(archive.head, targets, selection, anchor_only=anchor_only)
+    expected = len(prefix) + sum(math.prod(t.shape) * t.entry.itemsize for t in targets)
+    made = atomic_output(destination, overwrite=overwrite, expected_nbytes=expected)
+    with made as stream, naming(name):
         stream.write(prefix)
         stream.flush()
-        to_file = os.fspath(destination) != STANDARD_STREAM
-        output: _Output = _FileOutput(stream) if to_file else _StreamOutput(stream)
+        in_place = stream.can_write_at
+        output: _Output = _FileOutput(stream) if in_place else _StreamOutput(stream, targets)
         restorer = _Restorer(targets, output)
         done = decode_chunks(
-            archive.chunks(restorer.wants),
+            archive.chunks(restorer.wants, anchor_only=anchor_only),
             archive.head,
             restorer.put,
             threads=thread_count(threads),
             gpu=gpu,
         )
         restored = 0
-        for nbytes, ended in done:
+        for nbytes, target in done:
             restored += nbytes
-            if ended is not None:
-                output.end(ended)
+            output.note(target)
             if progress is not None:
                 progress(nbytes)
     if isinstance(archive, Archive):
         archive.close()
     return DecompressReport(
         source=name,
-        destination=os.fspath(destination),
+        destination=shown_name(destination),
         num_tensors=len(targets),
         num_skipped=len(archive.head.tensors) - len(targets),
         restored_nbytes=restored,
@@ -243,6 +269,7 @@ def decompress(
         seconds=time.perf_counter() - start,
         device="cpu" if gpu is None else gpu.name,
         stages=None if gpu is None else gpu.stages.seconds(),
+        lossy=lossy_note(archive.head, anchor_only=anchor_only),
     )
 
 

@@ -15,15 +15,18 @@ from kvz.capture_metadata import METADATA_KEY
 from kvz.contents import Identity, LayerGroup, TensorGroup
 from kvz.files import naming
 from kvz.formats import container
-from kvz.formats.codecs import LOSSY_CODECS, gaac, stream_nbytes
+from kvz.formats.codecs import gaac, stream_nbytes
 from kvz.formats.codecs.gaac import GaacConfig, Geometry
 from kvz.formats.container import Index
 from kvz.formats.errors import NotKvzFile
 from kvz.formats.head import TensorEntry
 from kvz.formats.ids import SectionKind
+from kvz.locations import shown_name
+from kvz.lossy import lossy_note
+from kvz.sections import Wanted
 
-#: Name of the codebooks among the streams of a codec, and of chunks stored as they are.
-CODEBOOKS, RAW = "codebooks", "raw"
+#: Names among the streams of a codec: codebooks, chunks stored as they are, residuals.
+CODEBOOKS, RAW, RESIDUALS = "codebooks", "raw", "residuals"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +78,27 @@ class Overhead:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchCost:
+    """What must be transferred of a remote archive for something, opening it included."""
+
+    what: str
+    nbytes: int
+    num_requests: int
+
+
+@dataclass(frozen=True, slots=True)
 class Inspection:
     """An archive seen from outside. ``problem``: why its ``kvz`` metadata cannot be read.
 
-    ``ratio`` counts every byte of the file. ``metadata`` is all but what ``identity`` stands for.
+    ``lossless``: no codec, of this file or one that the cache went through before, changed a value;
+    ``lossy`` names those that did. ``ratio`` counts every byte of the file. ``anchor_nbytes``: of a
+    progressive archive, the bytes before the first residual. ``metadata`` is all but what
+    ``identity`` stands for. ``costs``: of a remote archive.
     """
 
     path: str
     lossless: bool
+    lossy: str
     format_version: tuple[int, int]
     reader_version: tuple[int, int]
     writer: str
@@ -90,6 +106,8 @@ class Inspection:
     original_nbytes: int
     ratio: float
     bits_per_element: float
+    anchor_nbytes: int | None
+    anchor_bits_per_element: float | None
     num_tensors: int
     num_sections: int
     identity: Identity | None
@@ -99,6 +117,7 @@ class Inspection:
     others: tuple[TensorGroup, ...]
     codecs: tuple[CodecUse, ...]
     overhead: Overhead
+    costs: tuple[FetchCost, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +140,18 @@ def inspect(path: str | os.PathLike[str], *, tags: bool = False) -> Inspection:
     """
     with open_for_inspection(path) as archive, naming(archive.name):
         head = archive.head
+        costs = _costs(archive)
         document, problem = contents.read_document(head.metadata)
         records, layer_problem = (
             ((), None) if document is None else contents.layer_records(document)
         )
         num_elements = sum(entry.num_elements for entry in head.tensors)
         shown = {k: v for k, v in head.metadata.items() if k != METADATA_KEY or document is None}
+        anchor_nbytes = _anchor_nbytes(archive)
         return Inspection(
             path=archive.name,
-            lossless=not any(codec.name in LOSSY_CODECS for codec in head.codecs),
+            lossless=not lossy_note(head),
+            lossy=lossy_note(head),
             format_version=archive.prelude.version,
             reader_version=archive.prelude.reader_version,
             writer=head.writer,
@@ -137,6 +159,10 @@ def inspect(path: str | os.PathLike[str], *, tags: bool = False) -> Inspection:
             original_nbytes=head.nbytes,
             ratio=head.nbytes / archive.nbytes,
             bits_per_element=_bits(archive.nbytes, num_elements),
+            anchor_nbytes=anchor_nbytes,
+            anchor_bits_per_element=(
+                None if anchor_nbytes is None else _bits(anchor_nbytes, num_elements)
+            ),
             num_tensors=len(head.tensors),
             num_sections=archive.index.size,
             identity=None if document is None else contents.identity_of(document),
@@ -146,6 +172,7 @@ def inspect(path: str | os.PathLike[str], *, tags: bool = False) -> Inspection:
             others=contents.group_others(head),
             codecs=_codec_uses(archive, tags),
             overhead=_overhead(archive),
+            costs=costs,
         )
 
 
@@ -154,8 +181,8 @@ def open_for_inspection(path: str | os.PathLike[str]) -> Archive:
     try:
         return Archive(path)
     except NotKvzFile:
-        name = os.fspath(path)
-        if contents.is_safetensors(name):
+        name = shown_name(path)
+        if contents.is_safetensors(path):
             raise NotKvzFile(
                 f"{name}: is a safetensors file, not a kvz archive; make one with: "
                 f"kvz compress {name}"
@@ -182,23 +209,54 @@ def _overhead(archive: Archive) -> Overhead:
     return Overhead(head_nbytes, frames_nbytes, archive.nbytes - archive.trailer.index_offset)
 
 
+def _costs(archive: Archive) -> tuple[FetchCost, ...]:
+    """For an archive that was just opened; empty for a local one."""
+    if not archive.num_requests:
+        return ()
+    costs = [FetchCost("opening", archive.nbytes_read, archive.num_requests)]
+
+    def add(what: str, wanted: Wanted, *, anchor_only: bool = False) -> None:
+        requests = archive.requests(wanted, anchor_only=anchor_only)
+        nbytes = costs[0].nbytes + sum(length for _, length in requests)
+        costs.append(FetchCost(what, nbytes, costs[0].num_requests + len(requests)))
+
+    if archive.layers:
+        first = archive.layers[0]
+        add(
+            f"layer {first.index}",
+            lambda tensor, chunk: archive.head.tensors[tensor].name in first.names,
+        )
+    if archive.table.num_first < archive.index.size:
+        add("anchors", lambda tensor, chunk: True, anchor_only=True)
+    add("all", lambda tensor, chunk: True)
+    return tuple(costs)
+
+
+def _anchor_nbytes(archive: Archive) -> int | None:
+    """What a reader of a stream needs for the anchors; None when there are none."""
+    first = archive.table.num_first
+    if first == archive.index.size:
+        return None
+    last = archive.index[first - 1]
+    return int(last["offset"] + last["length"])
+
+
 def _codec_uses(archive: Archive, tags: bool) -> tuple[CodecUse, ...]:
     head = archive.head
     sizes: list[dict[str, int]] = [{} for _ in head.codecs]
-    for entry, codebook_nbytes, chunks in _by_tensor(archive):
+    for entry, codebook_nbytes, residual_nbytes, chunks in _by_tensor(archive):
         streams = sizes[entry.codec]
         codec = head.codec_of(entry)
         _add(streams, {CODEBOOKS: codebook_nbytes} if codebook_nbytes else {})
         raw = chunks["kind"] == SectionKind.RAW
         if raw.any():
             _add(streams, {RAW: int(chunks["length"][raw].sum())})
-        encoded = chunks[~raw]
-        last = entry.num_chunks - 1
-        for part in (encoded[encoded["chunk"] < last], encoded[encoded["chunk"] == last]):
-            if part.size:
-                shape = entry.chunk_shape(int(part["chunk"][0]))
-                lengths = part["length"].astype(np.int64)
-                _add(streams, stream_nbytes(codec.name, codec.config, shape, lengths))
+        _add(streams, {RESIDUALS: residual_nbytes} if residual_nbytes else {})
+        for part, is_first in _alike(chunks[~raw], entry):
+            shape = entry.chunk_shape(int(part["chunk"][0]))
+            lengths = part["length"].astype(np.int64)
+            sizes_here = stream_nbytes(codec.name, codec.config, shape, lengths, is_first=is_first)
+            _add(streams, sizes_here)
     uses = []
     for i, (codec, streams) in enumerate(zip(head.codecs, sizes, strict=True)):
         entries = [entry for entry in head.tensors if entry.codec == i]
@@ -220,22 +278,29 @@ def _codec_uses(archive: Archive, tags: bool) -> tuple[CodecUse, ...]:
     return tuple(uses)
 
 
-def _by_tensor(archive: Archive) -> Iterator[tuple[TensorEntry, int, Index]]:
-    """Each tensor with the length of its codebook and its chunks' index entries."""
-    index = archive.index
-    is_codebook = index["kind"] == SectionKind.CODEBOOK
-    codebooks = dict(
-        zip(
-            index["tensor"][is_codebook].tolist(),
-            index["length"][is_codebook].tolist(),
-            strict=True,
-        )
-    )
-    chunks = index[~is_codebook]
-    start = 0
+def _alike(chunks: Index, entry: TensorEntry) -> Iterator[tuple[Index, bool]]:
+    """A tensor's chunks in parts of one shape and kind, and whether that is the first chunk."""
+    last = entry.num_chunks - 1
+    numbers = chunks["chunk"]
+    for where in (
+        numbers == 0,
+        (numbers > 0) & (numbers < last),
+        (numbers > 0) & (numbers == last),
+    ):
+        if where.any():
+            yield chunks[where], bool(numbers[where][0] == 0)
+
+
+def _by_tensor(archive: Archive) -> Iterator[tuple[TensorEntry, int, int, Index]]:
+    """Each tensor with the lengths of its codebook and its residuals, and its chunks' entries."""
+    index, table = archive.index, archive.table
+    residuals = np.zeros(len(archive.head.tensors), np.int64)
+    later = index[table.num_first :]
+    np.add.at(residuals, later["tensor"], later["length"].astype(np.int64))
     for i, entry in enumerate(archive.head.tensors):
-        yield entry, codebooks.get(i, 0), chunks[start : start + entry.num_chunks]
-        start += entry.num_chunks
+        row = table.codebook_row(i)
+        codebook_nbytes = 0 if row is None else int(index["length"][row])
+        yield entry, codebook_nbytes, int(residuals[i]), index[table.chunk_rows(i)]
 
 
 def _add(totals: dict[str, int], sizes: Mapping[str, int]) -> None:

@@ -14,7 +14,6 @@ from kvz.formats.safetensors import StoredTensor
 #: Raw bytes that a chunk aims at: small enough for partial reads, large enough that frames and
 #: index stay below 0.02 % of the file.
 TARGET_CHUNK_NBYTES = 1 << 20
-_TOKEN_STEP = 64
 
 #: Names that caches go by: ``layers.3.key``, ``key_cache.3``, ``model.layers.3.self_attn.v``, ...
 _CACHE_NAME = re.compile(
@@ -116,13 +115,13 @@ def part_name(name: str) -> str:
     return own
 
 
-def chunk_tokens(tensor: StoredTensor, token_axis: int | None) -> int:
-    """Tokens per chunk: equal parts of about :data:`TARGET_CHUNK_NBYTES`, in steps of 64."""
+def chunk_tokens(tensor: StoredTensor, token_axis: int | None, step: int = 64) -> int:
+    """Tokens per chunk: equal parts of about :data:`TARGET_CHUNK_NBYTES`, multiples of ``step``."""
     itemsize = DTYPE_NBYTES[tensor.dtype]
     if token_axis is None:
         return max(1, TARGET_CHUNK_NBYTES // itemsize)
     tokens = tensor.shape[token_axis]
     per_token = max(1, itemsize * math.prod(tensor.shape) // max(1, tokens))
     parts = max(1, round(tokens * per_token / TARGET_CHUNK_NBYTES))
-    step = -(-tokens // (parts * _TOKEN_STEP)) * _TOKEN_STEP
-    return max(1, min(step, MAX_CHUNK_NBYTES // per_token))
+    length = -(-tokens // (parts * step)) * step
+    return max(1, min(length, MAX_CHUNK_NBYTES // per_token))

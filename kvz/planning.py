@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -12,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvz.codebooks import CodebookFile, read_sample
-from kvz.codecs.base import Codec
+from kvz.codecs.base import Codec, is_progressive
 from kvz.codecs.raw import RawCodec
 from kvz.formats import container
-from kvz.formats.head import CodecEntry, Head, TensorEntry
-from kvz.formats.ids import SectionKind
-from kvz.layout import Layout, chunk_tokens
+from kvz.formats.codecs.spans import residual_offset
+from kvz.formats.head import CodecEntry, Head, TensorEntry, view_shape
+from kvz.formats.ids import LOSSY_CODECS, SectionKind
+from kvz.layout import Layout, chunk_tokens, is_key_or_value, part_name
 from kvz.safetensors_io import TensorReader, TensorSource
 from kvz.version import __version__
 from kvz.workers import BufferPool
@@ -31,7 +33,10 @@ def _keep() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section ready to be written. ``release`` is called then: the payload's memory is free."""
+    """A section ready to be written. ``release`` is called then: the payload's memory is free.
+
+    ``residual``: of an anchor, the payload that follows when all chunks are written.
+    """
 
     kind: SectionKind
     tensor: int
@@ -40,6 +45,7 @@ class Section:
     checksum: int
     raw_nbytes: int
     release: Callable[[], None] = _keep
+    residual: NDArray[np.uint8] | None = None
 
 
 def _fallback_codec() -> Codec:
@@ -48,27 +54,54 @@ def _fallback_codec() -> Codec:
     return ZstdCodec()
 
 
-def plan(source: TensorSource, codec: Codec, layout: Layout) -> Head:
-    """The head of the archive: which tensor is stored by which codec in which chunks."""
-    codecs = [codec]
-    tensors = []
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The head of the archive, and the codec of each tensor.
+
+    ``num_fallback_tensors``: tensors that the wanted codec does not take and ``zstd`` stores.
+    """
+
+    head: Head
+    codecs: tuple[Codec, ...]
+    num_fallback_tensors: int
+
+
+def plan(source: TensorSource, codec: Codec, layout: Layout) -> Plan:
+    """Which tensor is stored by which codec in which chunks. Raises ConfigError."""
+    codec = codec.for_source(source)
+    numbers = {_key(codec): 0}
+    stored = [CodecEntry(codec.name, codec.config_dict())]
+    tensors, codecs, num_fallback_tensors = [], [], 0
     for tensor in source.header.tensors:
         axis = layout.token_axis(tensor)
-        chosen = 0
-        if not codec.supports(tensor.dtype, axis):
-            if len(codecs) == 1:
-                codecs.append(_fallback_codec())
-            chosen, axis = 1, None
-        step = chunk_tokens(tensor, axis)
-        entry = TensorEntry(tensor.name, tensor.dtype, tensor.shape, axis, step, chosen)
-        entry.check(len(codecs))
-        tensors.append(entry)
-    return Head(
-        codecs=tuple(CodecEntry(c.name, c.config_dict()) for c in codecs),
-        tensors=tuple(tensors),
-        metadata=source.header.metadata,
-        writer=f"kvz {__version__}",
-    )
+        chosen = None
+        if _may_lose(codec, tensor.name, layout):
+            shape = view_shape(tensor.shape, axis)
+            chosen = codec.for_tensor(tensor.name, tensor.dtype, shape, axis)
+        if chosen is None:
+            chosen, axis = _fallback_codec(), None
+            num_fallback_tensors += 1
+        number = numbers.setdefault(_key(chosen), len(numbers))
+        if number == len(stored):
+            stored.append(CodecEntry(chosen.name, chosen.config_dict()))
+        step = chunk_tokens(tensor, axis, chosen.chunk_step)
+        tensors.append(TensorEntry(tensor.name, tensor.dtype, tensor.shape, axis, step, number))
+        codecs.append(chosen)
+    for entry in tensors:
+        entry.check(len(stored))
+    head = Head(tuple(stored), tuple(tensors), source.header.metadata, f"kvz {__version__}")
+    return Plan(head, tuple(codecs), num_fallback_tensors)
+
+
+def _key(codec: Codec) -> str:
+    return json.dumps([codec.name, codec.config_dict()], sort_keys=True)
+
+
+def _may_lose(codec: Codec, name: str, layout: Layout) -> bool:
+    """A lossy codec takes the keys and values of layers, or what a pattern names, only."""
+    if codec.name not in LOSSY_CODECS or layout.pattern is not None:
+        return True
+    return is_key_or_value(name) and part_name(name) in ("key", "value")
 
 
 class ChunkToEncode(NamedTuple):
@@ -89,10 +122,10 @@ SectionJob = Callable[[], Section | None]
 class SectionSource:
     """What is to be encoded for an archive, in the order of its sections."""
 
-    def __init__(self, source: TensorSource, head: Head, codec: Codec, book: CodebookFile | None):
-        self.head = head
+    def __init__(self, source: TensorSource, planned: Plan, book: CodebookFile | None):
+        self.head = planned.head
         self._source = source
-        self._codecs = [codec] if len(head.codecs) == 1 else [codec, _fallback_codec()]
+        self._codecs = planned.codecs
         self._book = book
         self._buffers = BufferPool()
 
@@ -100,7 +133,7 @@ class SectionSource:
         """For each tensor a job that makes its codebook, then its chunks."""
         for index, entry in enumerate(self.head.tensors):
             reader = self._source.reader(self._source.header.tensors[index], entry.view_shape)
-            codec = self._codecs[entry.codec]
+            codec = self._codecs[index]
             if entry.num_chunks == 0:
                 continue
             # chunks wait for this; it was queued before them, so it never waits for a thread
@@ -118,15 +151,14 @@ class SectionSource:
         self, index: int, entry: TensorEntry, codec: Codec, reader: TensorReader, done: Future[Any]
     ) -> SectionJob:
         def job() -> Section | None:
-            outer, tokens, inner = entry.view_shape
             try:
                 if self._book is not None and entry.codec == 0:
                     payload = self._book.find(codec, entry)
                 elif codec.needs_codebook:
-                    payload = codec.calibrate(read_sample(reader, entry), tokens)
+                    payload = codec.calibrate(read_sample(reader, entry), entry.view_shape[1])
                 else:
                     payload = b""
-                done.set_result(codec.prepare(payload, entry.dtype, outer, inner))
+                done.set_result(codec.prepare(payload, entry.dtype, entry.view_shape))
             except BaseException as error:
                 done.set_exception(error)
                 raise
@@ -150,14 +182,18 @@ class SectionSource:
             elements = raw[:nbytes].view(f"u{entry.itemsize}").reshape(shape)
             item.reader.read(start, elements)
         buffer = self._buffers.take(max(nbytes, codec.buffer_nbytes(shape, entry.itemsize)))
-        length = codec.encode(elements, item.prepared.result(), buffer)
-        kind = SectionKind.ENCODED
-        if length >= nbytes:
-            kind = SectionKind.RAW
+        length = codec.encode(elements, item.prepared.result(), buffer, start)
+        kind, residual = SectionKind.ENCODED, None
+        if is_progressive(codec):
+            kind = SectionKind.ANCHOR
+            begin = residual_offset(length)
+            residual = buffer[begin : begin + codec.residual_nbytes(shape)]
+        if length + (0 if residual is None else residual.size) >= nbytes:
+            kind, residual = SectionKind.RAW, None
             length = _RAW.encode(elements, None, buffer)
         if raw is not None:
             self._buffers.give(raw)
         payload = buffer[:length]
         total = container.checksum(payload)
         release = partial(self._buffers.give, buffer)
-        return Section(kind, item.tensor, item.chunk, payload, total, nbytes, release)
+        return Section(kind, item.tensor, item.chunk, payload, total, nbytes, release, residual)

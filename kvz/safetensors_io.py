@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvz.codecs.base import Chunk, is_chunk
-from kvz.files import LocalFile, atomic_output, integer_view, naming, read_exactly
+from kvz.files import atomic_output, integer_view, naming, read_exactly
 from kvz.formats.errors import ConfigError, NotSafetensorsFile, SourceError, TruncatedFile
 from kvz.formats.ids import DTYPE_NBYTES
 from kvz.formats.safetensors import (
@@ -21,8 +21,11 @@ from kvz.formats.safetensors import (
     header_nbytes,
     parse_header,
 )
+from kvz.locations import RandomFile, open_file
 
 Shape = tuple[int, int, int]
+#: What is read of a remote tensor at a time; requests can take several.
+_PIECE_NBYTES = 4 << 20
 
 
 class TensorReader(Protocol):
@@ -54,7 +57,7 @@ class ArrayReader:
 class FileReader:
     """A tensor in a safetensors file."""
 
-    def __init__(self, file: LocalFile, tensor: StoredTensor, view_shape: Shape) -> None:
+    def __init__(self, file: RandomFile, tensor: StoredTensor, view_shape: Shape) -> None:
         self._file = file
         self._offset = tensor.offset
         self._outer, self._tokens, inner = view_shape
@@ -75,6 +78,13 @@ class TensorSource(Protocol):
     name: str
     header: Header
 
+    @property
+    def metadata(self) -> Mapping[str, str]: ...
+
+    def find(self, name: str) -> tuple[str, NDArray[Any]] | None:
+        """Safetensors dtype and integer view of a tensor; None: not, or no longer, at hand."""
+        ...
+
     def reader(self, tensor: StoredTensor, view_shape: Shape) -> TensorReader: ...
 
 
@@ -82,7 +92,7 @@ class SafetensorsFile:
     """An open safetensors file (a :class:`kvz.source_protocol.CacheSource`)."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = LocalFile(path)
+        self._file = open_file(path)
         self.name = self._file.name
         with naming(self.name):
             nbytes = header_nbytes(self._file.read(0, LENGTH_NBYTES))
@@ -119,6 +129,9 @@ class SafetensorsFile:
             self._file.read_into(tensor.offset, out.reshape(-1).view(np.uint8))
         return out
 
+    def find(self, name: str) -> tuple[str, NDArray[Any]] | None:
+        return (self.dtype(name), self.read_tensor(name)) if name in self._by_name else None
+
     def reader(self, tensor: StoredTensor, view_shape: Shape) -> TensorReader:
         return FileReader(self._file, tensor, view_shape)
 
@@ -132,6 +145,29 @@ class SafetensorsFile:
         self.close()
 
 
+class RemoteCapture(SafetensorsFile):
+    """A safetensors file in object storage, read once from front to back, a little ahead.
+
+    Each tensor is held in memory while it is encoded.
+    """
+
+    def reader(self, tensor: StoredTensor, view_shape: Shape) -> TensorReader:
+        """Must be called for the tensors in file order."""
+        following = self.header.tensors[self.header.tensors.index(tensor) :]
+        self._file.prefetch(piece for each in following for piece in _pieces(each))
+        data = np.empty(tensor.nbytes, np.uint8)
+        for offset, nbytes in _pieces(tensor):
+            start = offset - tensor.offset
+            self._file.read_into(offset, data[start : start + nbytes])
+        return ArrayReader(data.view(f"u{DTYPE_NBYTES[tensor.dtype]}"), view_shape)
+
+
+def _pieces(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+    """Offset and length of the parts in which a remote tensor is read."""
+    for start in range(0, tensor.nbytes, _PIECE_NBYTES):
+        yield tensor.offset + start, min(_PIECE_NBYTES, tensor.nbytes - start)
+
+
 class SafetensorsStream:
     """Safetensors arriving on a pipe: each tensor is held in memory while it is encoded."""
 
@@ -141,6 +177,13 @@ class SafetensorsStream:
         nbytes = header_nbytes(read_exactly(stream, LENGTH_NBYTES).tobytes())
         self.header = parse_header(read_exactly(stream, nbytes).tobytes())
         self._unread = len(self.header.tensors)
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        return self.header.metadata
+
+    def find(self, name: str) -> None:
+        """Nothing: a stream has no tensors but the next one."""
 
     def reader(self, tensor: StoredTensor, view_shape: Shape) -> TensorReader:
         """Must be called once for every tensor, in file order.
@@ -168,10 +211,17 @@ class MemorySource:
         self.name = "<memory>"
         described = [(name, dtype, array.shape) for name, (dtype, array) in tensors.items()]
         self.header = build_header(described, metadata)[1]
-        self._arrays = {name: array for name, (_, array) in tensors.items()}
+        self._tensors = dict(tensors)
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        return self.header.metadata
+
+    def find(self, name: str) -> tuple[str, NDArray[Any]] | None:
+        return self._tensors.get(name)
 
     def reader(self, tensor: StoredTensor, view_shape: Shape) -> TensorReader:
-        return ArrayReader(self._arrays[tensor.name], view_shape)
+        return ArrayReader(self._tensors[tensor.name][1], view_shape)
 
 
 _NUMPY_NAMES = {"b": "BOOL", "i": "I", "u": "U", "f": "F"}

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvz.codecs import codec_from_head
-from kvz.codecs.base import Codec
-from kvz.formats.container import Index
+from kvz.codecs.base import Codec, is_progressive
 from kvz.formats.errors import InvalidField, KvzError
 from kvz.formats.head import Head, TensorEntry
 from kvz.formats.ids import SectionKind
@@ -20,9 +19,11 @@ from kvz.formats.ids import SectionKind
 class EncodedChunk(NamedTuple):
     """One chunk of a tensor, not yet decoded. Its functions may be called from any thread.
 
-    ``decode`` fills a ``uint[outer, n, inner]`` (a :data:`kvz.codecs.base.Chunk`) and raises
-    DamagedFile. Who decodes the payload himself takes it with ``read`` into uint8[payload_nbytes],
-    checks it with ``check`` (raises ChecksumMismatch), and asks ``prepared`` for the codebook as
+    ``kind``: RAW, ENCODED, ANCHOR (the anchor alone) or RESIDUAL (both: the payload is the anchor
+    and, at the next multiple of RESIDUAL_ALIGNMENT, the residual). ``decode`` fills a
+    ``uint[outer, n, inner]`` (a :data:`kvz.codecs.base.Chunk`) and raises DamagedFile. Who decodes
+    the payload himself takes it with ``read`` into uint8[payload_nbytes], checks it with ``check``
+    (raises ChecksumMismatch), and asks ``prepared`` for the codebook as
     :meth:`kvz.codecs.base.Codec.prepare` gives it (raises DamagedFile).
     """
 
@@ -38,47 +39,6 @@ class EncodedChunk(NamedTuple):
 
 #: Which chunks are wanted: ``(tensor, chunk) -> bool``.
 Wanted = Callable[[int, int], bool]
-
-
-def section_name(head: Head, kind: int, tensor: int, chunk: int) -> str:
-    """How error messages call a section."""
-    name = head.tensors[tensor].name if tensor < len(head.tensors) else f"tensor {tensor}"
-    if kind == SectionKind.CODEBOOK:
-        return f"codebook of {name}"
-    return f"chunk {chunk} of {name}"
-
-
-def check_complete(head: Head, index: Index) -> None:
-    """Every chunk of every tensor is there exactly once, in order, after at most one codebook.
-
-    Raises InvalidField.
-    """
-    if (index["tensor"] >= len(head.tensors)).any():
-        raise InvalidField(f"the index names a tensor beyond the {len(head.tensors)} in the head")
-    codebooks = index["kind"] == SectionKind.CODEBOOK
-    counts = np.array([tensor.num_chunks for tensor in head.tensors], np.int64)
-    chunks = index[~codebooks]
-    num_chunks = sum(counts.tolist())  # int64 could wrap to what the index holds
-    if chunks.size != num_chunks:
-        raise InvalidField(f"the index lists {chunks.size} chunks, the head needs {num_chunks}")
-    tensor_of = np.repeat(np.arange(counts.size), counts)
-    chunk_of = np.arange(chunks.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    wrong = np.flatnonzero((chunks["tensor"] != tensor_of) | (chunks["chunk"] != chunk_of))
-    if wrong.size:
-        i = int(wrong[0])
-        name = section_name(head, SectionKind.ENCODED, int(tensor_of[i]), int(chunk_of[i]))
-        raise InvalidField(f"the index lists {name} twice or out of order")
-    _check_codebooks(head, index, codebooks)
-
-
-def _check_codebooks(head: Head, index: Index, codebooks: NDArray[np.bool_]) -> None:
-    """A codebook stands directly before the chunks of its tensor. Raises InvalidField."""
-    tensors = index["tensor"].astype(np.int64)
-    in_place = (np.diff(tensors, prepend=-1) > 0) & (np.diff(tensors, append=-1) == 0)
-    wrong = np.flatnonzero(codebooks & ~(in_place & (index["chunk"] == 0)))
-    if wrong.size:
-        name = section_name(head, SectionKind.CODEBOOK, int(index["tensor"][wrong[0]]), 0)
-        raise InvalidField(f"{name} does not stand once, before the tensor's chunks")
 
 
 class Decoder:
@@ -109,11 +69,33 @@ class Decoder:
             raise InvalidField(f"tensor {entry.name!r} has no codebook")
         if codebook is not None and not codec.needs_codebook:
             raise InvalidField(f"tensor {entry.name!r} has a codebook, codec {codec.name} has none")
-        outer, _, inner = entry.view_shape
         try:
-            return codec.prepare(codebook or b"", entry.dtype, outer, inner)
+            return codec.prepare(codebook or b"", entry.dtype, entry.view_shape)
         except KvzError as error:
             raise type(error)(f"codebook of {entry.name}: {error}") from None
+
+    def check_parts(
+        self, entry: TensorEntry, chunk: int, anchor: NDArray[np.uint8], residual_nbytes: int
+    ) -> None:
+        """Both sections of a chunk have the lengths that they must have. Raises InvalidField.
+
+        In memory they lie together, where an anchor that is too short would not show.
+        """
+        codec, shape = self.codec(entry), entry.chunk_shape(chunk)
+        if not is_progressive(codec):
+            return
+        name = f"chunk {chunk} of {entry.name}"
+        try:
+            needed = codec.anchor_nbytes(anchor, shape, entry.chunk_range(chunk)[0])
+        except KvzError as error:
+            raise type(error)(f"{name}: {error}") from None
+        if anchor.size != needed:
+            raise InvalidField(f"{name}: anchor has {anchor.size} bytes, must have {needed}")
+        if residual_nbytes != codec.residual_nbytes(shape):
+            raise InvalidField(
+                f"residual of {name} has {residual_nbytes} bytes, "
+                f"must have {codec.residual_nbytes(shape)}"
+            )
 
     def decode(
         self,
@@ -124,7 +106,7 @@ class Decoder:
         prepared: Any,
         out: NDArray[Any],
     ) -> None:
-        """Decode one chunk, whose checksum was verified, into ``out``.
+        """Decode one chunk, whose checksum was verified, into ``out``; ``kind`` as in EncodedChunk.
 
         Raises DamagedFile or one of its subclasses.
         """
@@ -137,6 +119,10 @@ class Decoder:
             np.copyto(out, payload.view(out.dtype).reshape(out.shape))
             return
         try:
-            self.codec(entry).decode(payload, prepared, out)
+            codec, start = self.codec(entry), entry.chunk_range(chunk)[0]
+            if kind is SectionKind.ANCHOR and is_progressive(codec):
+                codec.decode_anchor(payload, prepared, out, start)
+            else:
+                codec.decode(payload, prepared, out, start)
         except KvzError as error:
             raise type(error)(f"chunk {chunk} of {entry.name}: {error}") from None

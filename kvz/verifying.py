@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,17 @@ from numpy.typing import NDArray
 
 from kvz.archive_stream import ArchiveStream
 from kvz.chunk_decoding import decode_chunks, gpu_decoder
+from kvz.codecs.base import is_progressive
 from kvz.compressing import Progress
 from kvz.devices import DEFAULT_DEVICE
 from kvz.files import STANDARD_STREAM, naming
+from kvz.formats.codecs.spans import residual_offset
 from kvz.formats.errors import ContentMismatch
 from kvz.formats.head import Head, TensorEntry
+from kvz.formats.ids import LOSSY_CODECS, SectionKind
+from kvz.locations import open_stream, shown_name
 from kvz.safetensors_io import SafetensorsFile, TensorReader
-from kvz.sections import EncodedChunk
+from kvz.sections import Decoder, EncodedChunk
 from kvz.workers import thread_count
 
 
@@ -55,14 +58,8 @@ def _check_same_tensors(head: Head, capture: SafetensorsFile) -> None:
         raise ContentMismatch(f"the metadata differs from that of {capture.name}")
 
 
-def _compare(
-    entry: TensorEntry, chunk: int, decoded: NDArray[Any], reader: TensorReader | None
-) -> None:
-    if reader is None:
-        return
+def _compare(entry: TensorEntry, chunk: int, decoded: NDArray[Any], expected: NDArray[Any]) -> None:
     begin = entry.chunk_range(chunk)[0]
-    expected = np.empty_like(decoded)
-    reader.read(begin, expected)
     if not np.array_equal(decoded, expected):
         outer, token, inner = (int(i[0]) for i in np.nonzero(decoded != expected))
         raise ContentMismatch(
@@ -84,12 +81,36 @@ def _readers(head: Head, capture: SafetensorsFile | None) -> dict[int, TensorRea
     }
 
 
-def _check_chunk(
-    head: Head, readers: dict[int, TensorReader], encoded: EncodedChunk, decoded: NDArray[Any]
-) -> int:
-    """Compare one chunk, if there is something to compare it with; returns its raw bytes."""
-    _compare(head.tensors[encoded.tensor], encoded.chunk, decoded, readers.get(encoded.tensor))
-    return decoded.nbytes
+class _Checker:
+    """Compares decoded chunks with those of a capture, if there is one."""
+
+    def __init__(self, head: Head, readers: dict[int, TensorReader]) -> None:
+        self._head = head
+        self._readers = readers
+        self._decoder = Decoder(head)
+
+    def check(self, encoded: EncodedChunk, decoded: NDArray[Any]) -> int:
+        """Returns the chunk's raw bytes. Raises ContentMismatch."""
+        reader = self._readers.get(encoded.tensor)
+        if reader is not None:
+            entry = self._head.tensors[encoded.tensor]
+            expected = np.empty_like(decoded)
+            reader.read(entry.chunk_range(encoded.chunk)[0], expected)
+            if self._head.codec_of(entry).name in LOSSY_CODECS:
+                self._code(encoded, entry, expected)
+            _compare(entry, encoded.chunk, decoded, expected)
+        return decoded.nbytes
+
+    def _code(self, encoded: EncodedChunk, entry: TensorEntry, elements: NDArray[Any]) -> None:
+        """What becomes of ``elements`` in the codec of the archive."""
+        if encoded.kind is SectionKind.RAW:
+            return
+        codec, start = self._decoder.codec(entry), entry.chunk_range(encoded.chunk)[0]
+        buffer = np.empty(codec.buffer_nbytes(elements.shape, entry.itemsize), np.uint8)
+        length = codec.encode(elements, encoded.prepared(), buffer, start)
+        if is_progressive(codec):
+            length = residual_offset(length) + codec.residual_nbytes(elements.shape)
+        codec.decode(buffer[:length], encoded.prepared(), elements, start)
 
 
 def verify(
@@ -100,26 +121,27 @@ def verify(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Read a whole archive (path, or ``-``): structure, checksums, and that every chunk decodes.
+    """Read a whole archive (path, URL, or ``-``): structure, checksums, every chunk decoded.
 
-    With ``against``, also compare every element and the metadata with a safetensors capture.
+    With ``against``, also compare every element and the metadata with a safetensors capture; where
+    the codec is lossy, with what it makes of the capture.
     ``device``: ``cuda`` or ``cuda:N`` decodes on a GPU; ``auto`` and ``cpu`` do not.
     Raises DamagedFile, FormatError, SourceError, ConfigError (device), or ContentMismatch naming
     the first difference.
     """
     start = time.perf_counter()
     piped = os.fspath(path) == STANDARD_STREAM
-    name = "<stdin>" if piped else os.fspath(path)
+    name = "<stdin>" if piped else shown_name(path)
     with contextlib.ExitStack() as stack:
         capture = None if against is None else stack.enter_context(SafetensorsFile(against))
         stack.enter_context(naming(name))
-        stream = sys.stdin.buffer if piped else stack.enter_context(open(path, "rb"))
+        stream = sys.stdin.buffer if piped else stack.enter_context(open_stream(path))
         archive = ArchiveStream(stream, name)
         gpu = gpu_decoder(device, archive.head)
         checked = decode_chunks(
             archive.chunks(lambda tensor, chunk: True),
             archive.head,
-            partial(_check_chunk, archive.head, _readers(archive.head, capture)),
+            _Checker(archive.head, _readers(archive.head, capture)).check,
             threads=thread_count(threads),
             gpu=gpu,
         )
@@ -131,7 +153,7 @@ def verify(
         num_tensors=len(archive.head.tensors),
         num_sections=archive.num_sections,
         nbytes=archive.nbytes,
-        compared=None if against is None else os.fspath(against),
+        compared=None if capture is None else capture.name,
         seconds=time.perf_counter() - start,
         device="cpu" if gpu is None else gpu.name,
         stages=None if gpu is None else gpu.stages.seconds(),

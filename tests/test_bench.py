@@ -23,6 +23,7 @@ from kvz.bench.report import render
 from kvz.bench.results import BenchReport, summarise
 from kvz.bench.run import DEFAULT_CODECS, parse_codec, run_bench
 from kvz.bench.workload import Workload, timed_entries
+from kvz.codecs.lynx import LynxCodec
 from kvz.codecs.splitzip import SplitzipCodec
 from kvz.compressing import compress
 from kvz.formats.errors import ConfigError, ContentMismatch, UnknownCodec
@@ -78,8 +79,10 @@ def test_every_codec_and_baseline_has_figures_for_one_and_for_all_threads(
     report: BenchReport,
 ) -> None:
     (result,) = report.captures
-    assert [c.name for c in result.contestants] == [*DEFAULT_CODECS, *BASELINES]
-    assert [c.is_baseline for c in result.contestants] == [False] * 5 + [True] * 4
+    position = DEFAULT_CODECS.index("lynx") + 1
+    codecs = [*DEFAULT_CODECS[:position], "lynx, anchors", *DEFAULT_CODECS[position:]]
+    assert [c.name for c in result.contestants] == [*codecs, *BASELINES]
+    assert [c.is_baseline for c in result.contestants] == [False] * 7 + [True] * 4
     assert report.thread_counts == (1, 2)
     for contestant in result.contestants:
         assert [t.threads for t in contestant.timings] == [1, 2]
@@ -113,10 +116,10 @@ def test_ratio_counts_every_byte_of_the_archive(
     capture: Path, report: BenchReport, tmp_path: Path
 ) -> None:
     options = {"gaac:windows=2/3/4": {"windows": "2/3/4"}, "gaac:windows=3/4": {"windows": "3/4"}}
-    for contestant in report.captures[0].contestants[:5]:
+    for contestant in report.captures[0].contestants[:7]:
         archive = tmp_path / "archive.kvz"
-        codec = contestant.name.partition(":")[0]
-        compress(
+        codec = contestant.name.partition(":")[0].removesuffix(", anchors")
+        done = compress(
             capture,
             archive,
             codec,
@@ -124,6 +127,10 @@ def test_ratio_counts_every_byte_of_the_archive(
             overwrite=True,
         )
         nbytes = archive.stat().st_size
+        if contestant.name == "lynx, anchors":
+            assert done.anchor_nbytes is not None
+            assert done.anchor_nbytes < nbytes
+            nbytes = done.anchor_nbytes
         assert contestant.stored_nbytes == nbytes
         assert contestant.ratio == report.captures[0].original_nbytes / nbytes
 
@@ -162,9 +169,9 @@ def test_decoder_that_forgets_one_element_is_caught(
 ) -> None:
     decode = SplitzipCodec.decode
 
-    def forgetful(self: SplitzipCodec, payload: Any, codebook: Any, out: Any) -> None:
+    def forgetful(self: SplitzipCodec, payload: Any, codebook: Any, out: Any, start: int) -> None:
         kept = out[-1, -1, -1]
-        decode(self, payload, codebook, out)
+        decode(self, payload, codebook, out, start)
         out[-1, -1, -1] = kept
 
     monkeypatch.setattr(SplitzipCodec, "decode", forgetful)
@@ -188,6 +195,9 @@ class Recorder:
     def stored_nbytes(self, source: SafetensorsFile, layout: Layout) -> None:
         return None
 
+    def first_difference(self, work: Workload) -> str | None:
+        return work.first_difference()
+
     def prepare(self, work: Workload, num_workers: int) -> Jobs:
         def encode(worker: int) -> None:
             self._log.append(self.name)
@@ -199,6 +209,24 @@ class Recorder:
                 work.outputs[-1][0, 0, 0] ^= 1
 
         return Jobs([], [encode], [decode])
+
+
+@pytest.mark.parametrize("wrong_from", [1, 3])
+def test_lossy_decoder_that_forgets_an_element_is_caught(
+    capture: Path, monkeypatch: pytest.MonkeyPatch, wrong_from: int
+) -> None:
+    # once from the first round on, when there is nothing to compare with but the input
+    decode, calls = LynxCodec.decode, []
+
+    def forgetful(self: LynxCodec, payload: Any, prepared: Any, out: Any, start: int) -> None:
+        calls.append(start)
+        decode(self, payload, prepared, out, start)
+        if calls.count(0) >= wrong_from * 3 - 2:
+            out[...] ^= 0x7F80
+
+    monkeypatch.setattr(LynxCodec, "decode", forgetful)
+    with pytest.raises(ContentMismatch, match=r"tiny\.safetensors: lynx does not restore"):
+        run_bench([capture], codecs=["lynx"], rounds=4, threads=1)
 
 
 def test_decoder_that_fails_in_the_last_round_is_caught(capture: Path) -> None:

@@ -241,7 +241,7 @@ def test_an_archive_of_the_future_is_3(work: Path) -> None:
     assert_refused(
         kvz("inspect", "future.kvz", cwd=work),
         3,
-        "future.kvz: file needs a reader of format 9.0, this one reads up to 0.1: update kvz",
+        "future.kvz: file needs a reader of format 9.0, this one reads up to 0.2: update kvz",
     )
 
 

@@ -154,7 +154,7 @@ def test_zstd_takes_elements_of_every_width(itemsize: int, dtype: str) -> None:
     raw = rng.integers(0, 4, 8 * 1001, np.uint8)
     chunk = raw.view(f"u{itemsize}").reshape(1, -1, 1)
     codec = codec_from_options("zstd", {})
-    prepared = codec.prepare(b"", name, 1, 1)
+    prepared = codec.prepare(b"", name, chunk.shape)
     payload = cases.encode(codec, prepared, chunk)
     assert payload.size < chunk.nbytes / 2
     decoded = cases.decode(codec, prepared, payload, chunk.shape, chunk.dtype)

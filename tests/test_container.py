@@ -100,7 +100,7 @@ PRELUDE_RULES: list[Rule] = [
     ("text", prelude(magic=b"\x89KVZ\n\x1a\n\0"), NotKvzFile, "text-mode transfer"),
     ("crc", prelude(crc=0), ChecksumMismatch, "the prelude"),
     ("major", prelude(reader_version=(1, 0)), UnsupportedVersion, "reader of format 1.0"),
-    ("minor", prelude(reader_version=(0, 2)), UnsupportedVersion, "reads up to 0.1"),
+    ("minor", prelude(reader_version=(0, 3)), UnsupportedVersion, "reads up to 0.2"),
     ("feature", prelude(features=1 << 63), UnsupportedFeature, "0x8000000000000000"),
     ("reserved", prelude(reserved=bytes(23) + b"\1"), InvalidField, "reserved bytes 36..60"),
     ("head cap", prelude(head_length=(64 << 20) + 1), LimitExceeded, "exceeds 67108864"),
@@ -270,7 +270,7 @@ FRAME_RULES: list[Rule] = [
     ("mark", frame(0, mark=b"SECX"), InvalidField, "does not end with its mark"),
     ("crc", frame(1, crc=5), ChecksumMismatch, "a section frame"),
     ("reserved", frame(1, reserved=1), InvalidField, "reserved field"),
-    ("kind", frame(1, kind=4), InvalidField, "section kind 4 is not known"),
+    ("kind", frame(1, kind=6), InvalidField, "section kind 6 is not known"),
     ("kind 0", frame(1, kind=0), InvalidField, "section kind 0 is not known"),
     ("tensor", frame(1, tensor=5), InvalidField, "tensor 5, which does not exist"),
     ("chunk", frame(1, chunk=1), InvalidField, "chunk 1 of layers.0.key, which does not"),
@@ -371,18 +371,37 @@ def test_chunk_of_a_tensor_without_elements_is_rejected(path: Path) -> None:
     assert_rejected(path, archive, InvalidField, "")
 
 
-@pytest.mark.parametrize("number", [1, 3, 4, 5, 6])
-def test_chunk_that_is_missing_is_rejected(path: Path, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "found"),
+    [
+        (1, "codebook of s comes where chunk 0 of layers.0.key must be"),
+        (3, "chunk 0 of z comes where chunk 0 of s must be"),
+        (4, "chunk 0 of r comes where chunk 0 of z must be"),
+        (5, "chunk 1 of r comes where chunk 0 of r must be"),
+        (6, "the index lists 4 chunks, the head needs 5"),
+    ],
+)
+def test_chunk_that_is_missing_is_rejected(path: Path, number: int, found: str) -> None:
     archive = tiny()
     del archive.sections[number]
-    assert_rejected(path, archive, InvalidField, "the index lists 4 chunks, the head needs 5")
+    message = "the index lists 4 chunks, the head needs 5"
+    assert_rejected(path, archive, InvalidField, message, [read_at_random])
+    assert_rejected(path, archive, InvalidField, found, SEQUENTIAL)
 
 
-@pytest.mark.parametrize("number", [1, 6])
-def test_chunk_that_comes_twice_is_rejected(path: Path, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "found"),
+    [
+        (1, "chunk 0 of layers.0.key comes where chunk 0 of s must be"),
+        (6, "chunk 1 of r comes after the last section that the head needs"),
+    ],
+)
+def test_chunk_that_comes_twice_is_rejected(path: Path, number: int, found: str) -> None:
     archive = tiny()
     archive.sections.insert(number, archive.sections[number])
-    assert_rejected(path, archive, InvalidField, "the index lists 6 chunks, the head needs 5")
+    message = "the index lists 6 chunks, the head needs 5"
+    assert_rejected(path, archive, InvalidField, message, [read_at_random])
+    assert_rejected(path, archive, InvalidField, found, SEQUENTIAL)
 
 
 def test_chunks_out_of_order_are_rejected(path: Path) -> None:

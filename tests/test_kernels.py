@@ -120,7 +120,7 @@ def test_calibration_of_no_tokens_gives_a_codebook(case: CodecCase) -> None:
 def test_splitzip_codebook_with_and_without_gaps(runs: bool, path: str) -> None:
     exponents = np.arange(100, 116) if runs else np.r_[np.arange(100, 108), np.arange(200, 208)]
     codec = codec_from_options("splitzip", {})
-    prepared = codec.prepare(exponents.astype(np.uint8).tobytes(), "BF16", 1, 1)
+    prepared = codec.prepare(exponents.astype(np.uint8).tobytes(), "BF16", (1, 1, 1))
     for n in (1, 2, 31, 32, 33, 8191, 8192, 8193, 3 * 8192 + 77):
         escapes_everywhere = cases.random_bits((1, n, 1), n)
         no_escapes = cases.bf16(exponents[escapes_everywhere % 16], escapes_everywhere >> 4)

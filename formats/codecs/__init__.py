@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvz.formats.codecs import gaac, splitzip
-from kvz.formats.codecs.spans import STREAM_ALIGNMENT, check_fits
+from kvz.formats.codecs import gaac, lynx, splitzip
+from kvz.formats.codecs.spans import STREAM_ALIGNMENT, check_fits, place
 from kvz.formats.errors import InvalidField
 
 Shape = tuple[int, int, int]
@@ -20,20 +20,20 @@ Shape = tuple[int, int, int]
 Lengths = NDArray[np.int64]
 StreamSizes = dict[str, int]
 
-#: Codecs whose decoded values are not those that were encoded.
-LOSSY_CODECS: frozenset[str] = frozenset()
-
 
 def stream_nbytes(
-    codec: str, config: Mapping[str, Any], shape: Shape, lengths: Lengths
+    codec: str, config: Mapping[str, Any], shape: Shape, lengths: Lengths, *, is_first: bool = False
 ) -> StreamSizes:
     """Bytes by stream, all sections together; what aligns the streams is ``padding``.
 
-    ``lengths`` are those of the payloads of one or more ENCODED sections, each of a chunk of
-    ``shape``; ``config`` is that of the head. Raises InvalidField when a payload is shorter than
-    the shape requires.
+    ``lengths`` are those of the payloads of one or more ENCODED or ANCHOR sections, each of a chunk
+    of ``shape``; ``config`` is that of the head; ``is_first``: they are the first chunks of their
+    tensors. Raises InvalidField when a payload is shorter than the shape requires.
     """
-    sizes = _STREAMS[codec](config, shape, lengths)
+    if codec == "lynx":
+        sizes = _lynx(config, shape, lengths, is_first=is_first)
+    else:
+        sizes = _STREAMS[codec](config, shape, lengths)
     sizes["padding"] = int(lengths.sum()) - sum(sizes.values())
     return {name: nbytes for name, nbytes in sizes.items() if nbytes}
 
@@ -53,6 +53,18 @@ def _splitzip(_: Mapping[str, Any], shape: Shape, lengths: Lengths) -> StreamSiz
     sizes = {span.name: span.nbytes * lengths.size for span in fixed}
     tails = lengths - splitzip.escape_streams(num_elements, 0)[0].offset
     return {**sizes, "escapes": splitzip.ESCAPE_NBYTES * int(_num_escapes(tails).sum())}
+
+
+def _lynx(
+    fields: Mapping[str, Any], shape: Shape, lengths: Lengths, *, is_first: bool
+) -> StreamSizes:
+    config = lynx.LynxConfig.from_dict(fields)
+    fixed = lynx.fixed_streams(shape, config, is_first=is_first)
+    check_fits(fixed, int(lengths.min()))
+    sizes = {span.name: span.nbytes * lengths.size for span in fixed}
+    # pages as they are start where a stream of no bytes would
+    start = place([("raw", 0)], fixed[-1].end)[0].offset
+    return {**sizes, "raw_pages": int((lengths - start).clip(min=0).sum())}
 
 
 def _num_escapes(tails: Lengths) -> Lengths:

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from kvz.formats.errors import InvalidField
 
 STREAM_ALIGNMENT = 16
+#: Where a residual starts in memory that holds an anchor before it.
+RESIDUAL_ALIGNMENT = 64
 
 
 class Span(NamedTuple):
@@ -35,6 +37,11 @@ def place(sizes: Sequence[tuple[str, int]], start: int = 0) -> tuple[Span, ...]:
         spans.append(Span(name, position, nbytes))
         position += nbytes
     return tuple(spans)
+
+
+def residual_offset(anchor_nbytes: int) -> int:
+    """Where the residual starts in a payload that holds both."""
+    return -(-anchor_nbytes // RESIDUAL_ALIGNMENT) * RESIDUAL_ALIGNMENT
 
 
 def check_fits(spans: Sequence[Span], payload_nbytes: int) -> None:

@@ -2,7 +2,9 @@
 
 ``good/`` holds archives that must decode to the stated tensors for ever, ``bad/`` archives that
 must be rejected with the stated error. ``manifest.json`` lists both. Nothing is ever overwritten: a
-new vector is added to the tables below, an old one stays as it is.
+new vector is added to the tables below, an old one stays as it is. What a lossy archive decodes to,
+whole (``sha256``) and by its anchors (``anchor_sha256``), is what the reader of tests/support that
+was written from the specification makes of it, not what kvz does.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
+import spec_reader  # noqa: E402
 import tiny_archive  # noqa: E402
 from archive_builder import Archive  # noqa: E402
 from safetensors_file import safetensors_bytes  # noqa: E402
@@ -66,6 +70,16 @@ def everywhere(h: int, t: int, c: int) -> int:
     return (t * t * 31 + c * c * 17 + 101 * t * c + 13 * h) % 256
 
 
+def near(h: int, t: int, c: int) -> int:
+    """A level per channel that hardly moves."""
+    return 121 + (3 * c + h) % 5 + (5 * t + c) % 3
+
+
+def near_with_nan(h: int, t: int, c: int) -> int:
+    """The same, with one NaN: head 1, token 100, channel 4."""
+    return 255 if (h, t, c) == (1, 100, 4) else near(h, t, c)
+
+
 def keys(shape: list[int], exponent: Callable[[int, int, int], int]) -> Listing:
     return [("layers.0.key", "BF16", shape, bf16(shape, exponent))]
 
@@ -110,12 +124,32 @@ MIXED: Listing = [
 
 @dataclass(frozen=True)
 class Good:
-    """An archive that ``kvz.compress`` makes of a listing."""
+    """An archive that ``kvz.compress`` makes of a listing.
+
+    ``chunk_nbytes``: chunks of about this size, for a small file of several.
+    """
 
     pins: str
     codec: str
     listing: Listing
     options: dict[str, str] = field(default_factory=dict)
+    chunk_nbytes: int | None = None
+
+    @property
+    def is_lossy(self) -> bool:
+        return self.codec == "lynx"
+
+    def compress(self, target: Path, *, threads: int = 1) -> None:
+        """Write the archive; the source lies beside it for a moment."""
+        import kvz
+        import kvz.layout
+
+        source = target.with_suffix(".source")
+        source.write_bytes(safetensors_bytes(self.listing, METADATA))
+        chunk_nbytes = self.chunk_nbytes or kvz.layout.TARGET_CHUNK_NBYTES
+        with mock.patch.object(kvz.layout, "TARGET_CHUNK_NBYTES", chunk_nbytes):
+            kvz.compress(source, target, self.codec, codec_options=self.options, threads=threads)
+        source.unlink()
 
 
 def _gaac(windows: str, axis: str) -> dict[str, str]:
@@ -159,11 +193,28 @@ GOOD: dict[str, Good] = {
     "raw-every-dtype": Good(
         "RAW sections of every dtype, a scalar, no elements", "raw", EVERY_DTYPE
     ),
+    "lynx-linear": Good(
+        "linear code, odd head_dim, two chunks, exact tokens, short last pages, one in `raw`",
+        "lynx", keys([1, 2, 104, 9], near_with_nan),
+        {"page_tokens": "32", "group_tokens": "16", "exact_tokens": "2"}, chunk_nbytes=2048,
+    ),
+    "lynx-paper": Good(
+        "companded code, a short last group",
+        "lynx", keys([1, 2, 43, 16], near), {"preset": "paper"},
+    ),
+    "lynx-token": Good(
+        "groups along the channels of a token, an odd number of tokens, two pages",
+        "lynx", keys([1, 2, 33, 40], near),
+        {"grouping": "token", "page_tokens": "32", "group_tokens": "16", "exact_tokens": "1"},
+    ),
 }  # fmt: skip
 
 #: Built by hand from the worked examples of the specification.
 HAND_MADE = "every-codec"
 HAND_MADE_PINS = "the worked examples of all codec pages; a tensor of two chunks"
+#: It was bad as long as readers were of format 0.1.
+READER_0_2 = "lowest-reader-0.2"
+READER_0_2_PINS = "the hand-made archive with 0.2 as the lowest reader version"
 
 
 # -- bad files: the hand-made one with one thing changed
@@ -233,8 +284,9 @@ class Bad:
 BAD: dict[str, Bad] = {
     "magic": Bad(_prelude(magic=b"KVZ\0\0\0\0\0"), "NotKvzFile", "not a kvz file"),
     "text-mode": Bad(_prelude(magic=b"\x89KVZ\n\x1a\n\0"), "NotKvzFile", "text-mode transfer"),
-    "newer-reader": Bad(
-        _prelude(reader_version=(0, 2)), "UnsupportedVersion", "needs a reader of format 0.2"
+    "newest-reader": Bad(
+        _prelude(reader_version=(65535, 65535)),
+        "UnsupportedVersion", "needs a reader of format 65535.65535",
     ),
     "unknown-feature": Bad(_prelude(features=4), "UnsupportedFeature", "needs features 0x4"),
     "prelude-reserved": Bad(
@@ -335,31 +387,49 @@ def _extend_manifest(entries: dict[str, list[dict[str, Any]]]) -> None:
     path.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
 
 
-def _good_entries() -> list[dict[str, Any]]:
-    import kvz
+def hand_made() -> dict[str, tuple[bytes, str]]:
+    """Good files of the builder: name -> (bytes, what it pins)."""
+    newer = tiny_archive.tiny()
+    _prelude(reader_version=(0, 2))(newer)
+    return {
+        HAND_MADE: (tiny_archive.tiny().to_bytes(), HAND_MADE_PINS),
+        READER_0_2: (newer.to_bytes(), READER_0_2_PINS),
+    }
 
-    entries = []
+
+def _sha256(values: dict[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(raw).hexdigest() for name, raw in values.items()}
+
+
+def second_reader_sha256(archive: bytes, *, anchor_only: bool) -> dict[str, str]:
+    """Tensor -> SHA-256 of what tests/support/spec_reader.py decodes."""
+    _, tensors = spec_reader.decode_file(archive, anchor_only=anchor_only)
+    return _sha256({name: raw for name, (_, _, raw) in tensors.items()})
+
+
+def _expected(good: Good, target: Path) -> dict[str, dict[str, str]]:
+    if not good.is_lossy:
+        return {"sha256": _sha256({name: raw for name, _, _, raw in good.listing})}
+    archive = target.read_bytes()
+    return {
+        "sha256": second_reader_sha256(archive, anchor_only=False),
+        "anchor_sha256": second_reader_sha256(archive, anchor_only=True),
+    }
+
+
+def _good_entries() -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = []
     for name, good in GOOD.items():
-        source = FOLDER / "source.tmp"
-        source.write_bytes(safetensors_bytes(good.listing, METADATA))
         target = FOLDER / "good" / f"{name}.kvz"
         if not target.exists():
             target.parent.mkdir(exist_ok=True)
-            kvz.compress(source, target, good.codec, codec_options=good.options, threads=1)
-        source.unlink()
-        hashes = {n: hashlib.sha256(raw).hexdigest() for n, _, _, raw in good.listing}
-        entries.append(
-            {
-                "name": name,
-                "pins": good.pins,
-                "codec": good.codec,
-                "options": good.options,
-                "sha256": hashes,
-            }
-        )
-    _write(FOLDER / "good" / f"{HAND_MADE}.kvz", tiny_archive.tiny().to_bytes())
-    hashes = {n: hashlib.sha256(raw).hexdigest() for n, raw in tiny_archive.VALUES.items()}
-    entries.append({"name": HAND_MADE, "pins": HAND_MADE_PINS, "sha256": hashes})
+            good.compress(target)
+        fixed = {"name": name, "pins": good.pins, "codec": good.codec, "options": good.options}
+        entries.append({**fixed, **_expected(good, target)})
+    for name, (data, pins) in hand_made().items():
+        _write(FOLDER / "good" / f"{name}.kvz", data)
+        hashes = _sha256(tiny_archive.VALUES)
+        entries.append({"name": name, "pins": pins, "sha256": hashes})
     return entries
 
 

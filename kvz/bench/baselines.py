@@ -53,6 +53,9 @@ class ZstdContestant:
         tensors = (source.read_tensor(name) for name in source.tensor_names)
         return sum(len(contexts.compress(_bytes(tensor))) for tensor in tensors)
 
+    def first_difference(self, work: Workload) -> str | None:
+        return work.first_difference()
+
     def prepare(self, work: Workload, num_workers: int) -> Jobs:
         contexts = _ZstdContexts(self.config["level"], num_workers)
         frames = [b""] * len(work.tensors)
@@ -97,6 +100,9 @@ class ExponentPlaneContestant:
             for block, plane in self._blocks(tensor, sign_mantissa):
                 total += len(contexts.compress(planes.split(block, plane)))
         return total
+
+    def first_difference(self, work: Workload) -> str | None:
+        return work.first_difference()
 
     def prepare(self, work: Workload, num_workers: int) -> Jobs:
         contexts = _ZstdContexts(self.config["level"], num_workers)

@@ -88,7 +88,7 @@ def _take_turn(work: Workload, contestant: Contestant, jobs: Jobs, workers: Work
     encode_s = workers.run(jobs.encode)
     work.poison_outputs()
     decode_s = workers.run(jobs.decode)
-    difference = work.first_difference()
+    difference = contestant.first_difference(work)
     if difference is not None:
         raise ContentMismatch(f"{work.name}: {contestant.name} does not restore {difference}")
     return Turn(calibrate_s, calibrate_s + encode_s, decode_s)
@@ -104,7 +104,7 @@ def measure(
 ) -> dict[str, list[Turn]]:
     """Turns by contestant, one per round, after a warm-up round that does not count.
 
-    Raises ContentMismatch when a contestant's output differs from its input in any round.
+    Raises ContentMismatch when a contestant's output is not what it must be in any round.
     """
     turns: dict[str, list[Turn]] = {contestant.name: [] for contestant in contestants}
     with Workers(threads) as workers, _no_garbage_collection():

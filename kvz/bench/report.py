@@ -18,7 +18,8 @@ _NOTES = (
     "rounds; in memory, tensor to sections and back, no files, no checksums (those in frames of "
     "the codec zstd excepted), calibration included. /memcpy and /zstd-3: median over the rounds "
     "of the speed divided by that of memcpy and of zstd-3 in the same direction in the same "
-    "round. Every decoded element of every round was compared with the input."
+    "round. Every decoded element of every round was compared with the input; of a lossy codec, "
+    "with the first round."
 )
 
 

@@ -8,7 +8,13 @@ from datetime import datetime
 from functools import partial
 
 from kvz.bench.baselines import ExponentPlaneContestant, ZstdContestant
-from kvz.bench.contestants import CodecContestant, Contestant, MemcpyContestant, parse_codec
+from kvz.bench.contestants import (
+    CodecContestant,
+    Contestant,
+    MemcpyContestant,
+    parse_codec,
+    with_anchors,
+)
 from kvz.bench.machine import describe_machine
 from kvz.bench.measure import Turn, measure
 from kvz.bench.results import BenchReport, CaptureResult, ContestantResult, Timing, summarise
@@ -19,7 +25,7 @@ from kvz.safetensors_io import SafetensorsFile
 from kvz.workers import thread_count
 
 #: Measured when nothing is chosen: the default codec first.
-DEFAULT_CODECS = ("gaac:windows=2/3/4", "gaac:windows=3/4", "splitzip", "zstd", "raw")
+DEFAULT_CODECS = ("gaac:windows=2/3/4", "gaac:windows=3/4", "splitzip", "lynx", "zstd", "raw")
 #: Data of fewer caches than this is read from a cache, not from memory.
 CACHES_TO_EXCEED = 4
 #: Of larger captures only the first tensors are timed, but always enough to exceed the caches.
@@ -186,7 +192,7 @@ def run_bench(
     """
     specs = DEFAULT_CODECS if codecs is None else tuple(codecs)
     _check(paths, specs, rounds, threads)
-    contestants = [parse_codec(spec) for spec in specs]
+    contestants = [c for spec in specs for c in with_anchors(parse_codec(spec))]
     date = datetime.now().astimezone().isoformat(timespec="seconds")
     machine = describe_machine()
     thread_counts = sorted({1, thread_count(threads)})

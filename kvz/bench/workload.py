@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,9 +62,13 @@ def origin_of(metadata: Mapping[str, str]) -> str | None:
 
 
 class WorkChunk(NamedTuple):
-    """One chunk: views of input and output uint16[outer, n, inner], and room for its section."""
+    """One chunk: views of input and output uint16[outer, n, inner], and room for its section.
+
+    ``start``: its first token.
+    """
 
     tensor: int
+    start: int
     source: U16
     target: U16
     slot: U8
@@ -78,7 +83,7 @@ def timed_entries(
     """
     entries = [
         entry
-        for entry in plan(source, RawCodec(), layout).tensors
+        for entry in plan(source, RawCodec(), layout).head.tensors
         if entry.dtype == TIMED_DTYPE and entry.token_axis is not None and entry.num_elements
     ]
     if not entries:
@@ -124,7 +129,9 @@ class Workload:
             start, stop = self.entries[tensor].chunk_range(chunk)
             slot = arena[first + end - size : first + end]
             source, target = self.tensors[tensor], self.outputs[tensor]
-            chunks.append(WorkChunk(tensor, source[:, start:stop], target[:, start:stop], slot))
+            chunks.append(
+                WorkChunk(tensor, start, source[:, start:stop], target[:, start:stop], slot)
+            )
         return chunks
 
     def shapes(self) -> list[ShapeGroup]:
@@ -145,6 +152,31 @@ class Workload:
                 got, expected = int(output.flat[position]), int(tensor.flat[position])
                 return f"{entry.name} {index}: {got:#06x} instead of {expected:#06x}"
         return None
+
+    def output_digest(self) -> int:
+        """CRC-32 of all outputs."""
+        digest = 0
+        for output in self.outputs:
+            digest = zlib.crc32(output.reshape(-1).view(np.uint8), digest)
+        return digest
+
+    def relative_error(self) -> float:
+        """Squared error of an output as a part of its tensor's squares: that of the worst."""
+        pairs = zip(self.tensors, self.outputs, strict=True)
+        return max(_relative_error(tensor, output) for tensor, output in pairs)
+
+
+def _relative_error(tensor: U16, output: U16) -> float:
+    exact, found = (_to_float(values) for values in (tensor, output))
+    changed = tensor != output
+    error = float(np.square(found[changed] - exact[changed]).sum())
+    total = float(np.square(exact[np.isfinite(exact)]).sum())
+    # a NaN that came out is infinitely wrong
+    return float("inf") if np.isnan(error) else error / total if total else error
+
+
+def _to_float(values: U16) -> NDArray[np.float64]:
+    return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 def _slot_nbytes(shape: tuple[int, int, int], codecs: Sequence[Codec]) -> int:

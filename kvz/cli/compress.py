@@ -10,6 +10,7 @@ import click
 from kvz.cli import options
 from kvz.cli.progress import file_nbytes, meter
 from kvz.cli.text import count, emit, emit_json, format_nbytes, format_stages, printable
+from kvz.formats.ids import LOSSY_CODECS
 
 if TYPE_CHECKING:
     from kvz.compressing import CompressReport
@@ -44,7 +45,8 @@ def command(
     """Compress a cache into an archive.
 
     SRC is a safetensors file, or - for standard input. BF16 tensors of the cache go through the
-    codec, everything else is stored by zstd; all of it comes back exactly.
+    codec, everything else is stored by zstd; all of it comes back exactly, unless the codec is
+    lossy (lynx): then keys and values come back close to what they were.
 
     \b
     Example:
@@ -86,10 +88,12 @@ def _document(report: CompressReport) -> dict[str, Any]:
 
 def _line(report: CompressReport) -> str:
     sizes = f"{format_nbytes(report.original_nbytes)} -> {format_nbytes(report.stored_nbytes)}"
-    others = report.num_fallback_tensors
+    others, anchors = report.num_fallback_tensors, report.anchor_nbytes
     destination = "<stdout>" if report.destination == "-" else report.destination
     return (
         f"{printable(destination)}: {sizes}, ratio {report.ratio:.3f}, "
         f"{report.seconds:.2f} s, {report.gb_per_s:.2f} GB/s, {report.codec}, "
         f"{count(report.num_tensors, 'tensor')}{f', {others} by zstd' if others else ''}"
+        f"{'; lossy' if report.codec in LOSSY_CODECS else ''}"
+        f"{f', anchors in {format_nbytes(anchors)}' if anchors else ''}"
     )

@@ -28,6 +28,11 @@ from kvz.cli.text import count, emit, emit_json, format_nbytes, format_stages, p
     callback=options.parse_tokens,
     help="Only the stored tokens A to B-1.",
 )
+@click.option(
+    "--anchor-only",
+    is_flag=True,
+    help="Only the anchors of a lynx archive: half of the bytes, 4-bit values.",
+)
 @options.device_option
 @options.threads_option
 @options.timings_option
@@ -38,16 +43,17 @@ def command(
     destination: str | None,
     layers: frozenset[int] | None,
     tokens: slice | None,
+    anchor_only: bool,
     device: str,
     threads: int | None,
     timings: bool,
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Restore the tensors of an archive, exactly.
+    """Restore the tensors of an archive, exactly if its codec is lossless.
 
     SRC is an archive, or - for standard input. With --layers or --tokens only the keys and values
-    of these are read and written.
+    of these are read and written. What a lossy codec stored is marked so in the metadata and here.
 
     \b
     Example:
@@ -65,6 +71,7 @@ def command(
             target,
             layers=layers,
             tokens=tokens,
+            anchor_only=anchor_only,
             device=device,
             threads=threads,
             overwrite=overwrite,
@@ -79,7 +86,8 @@ def command(
     emit(
         f"{printable(destination)}: {count(report.num_tensors, 'tensor')}{skipped}, "
         f"{format_nbytes(report.restored_nbytes)} from {format_nbytes(report.read_nbytes)}, "
-        f"{report.seconds:.2f} s, {report.gb_per_s:.2f} GB/s",
+        f"{report.seconds:.2f} s, {report.gb_per_s:.2f} GB/s"
+        f"{f'; lossy: {report.lossy}' if report.lossy else ''}",
         to_stderr=to_stderr,
     )
     if timings and report.stages is not None:

@@ -49,7 +49,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings=_CONTEXT)
 @click.version_option(__version__, prog_name="kvz", message="%(prog)s %(version)s")
 def group() -> None:
-    """Archive LLM KV caches, exact to the bit.
+    """Archive LLM KV caches, exact to the bit or openly lossy.
 
     \b
     Example:

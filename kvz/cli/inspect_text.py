@@ -18,7 +18,7 @@ _MAX_LINES = 20
 
 def lines(found: Inspection) -> Iterator[str]:
     """The report, line by line."""
-    loss = "lossless" if found.lossless else "lossy"
+    loss = "lossless" if found.lossless else f"lossy: {printable(found.lossy)}"
     yield f"{printable(found.path)}: kvz archive, {loss}"
     version, reader = found.format_version, found.reader_version
     yield _field(
@@ -32,6 +32,18 @@ def lines(found: Inspection) -> Iterator[str]:
         f"ratio {found.ratio:.3f}, {found.bits_per_element:.3f} bits per element, "
         f"{count(found.num_tensors, 'tensor')}, {count(found.num_sections, 'section')}",
     )
+    if found.anchor_nbytes is not None:
+        yield _field(
+            "anchors",
+            f"the first {format_nbytes(found.anchor_nbytes)}, "
+            f"{found.anchor_bits_per_element:.3f} bits per element",
+        )
+    if found.costs:
+        each = [
+            f"{cost.what} {format_nbytes(cost.nbytes)} in {count(cost.num_requests, 'request')}"
+            for cost in found.costs
+        ]
+        yield _field("transfers", ", ".join(each))
     yield from _identity_lines(found.identity, found.problem)
     shown = [f"{key}: {value}" for key, value in found.metadata.items()]
     yield from _limited("metadata", [shortened(line, _VALUE_LEN) for line in shown])

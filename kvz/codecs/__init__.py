@@ -15,6 +15,8 @@ _BINDINGS = {
     "zstd": ("kvz.codecs.zstd", "ZstdCodec"),
     "splitzip": ("kvz.codecs.splitzip", "SplitzipCodec"),
     "gaac": ("kvz.codecs.gaac", "GaacCodec"),
+    "lynx": ("kvz.codecs.lynx", "LynxCodec"),
+    "pnmix": ("kvz.codecs.pnmix", "PnmixCodec"),
 }
 
 DEFAULT_CODEC = "gaac"

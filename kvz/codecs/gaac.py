@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvz.codecs.base import U8, Chunk, Shape
+from kvz.codecs.base import U8, Chunk, Shape, WholeChunks
 from kvz.formats.codecs import gaac as layout
 from kvz.formats.codecs.gaac import GaacConfig, Geometry
 from kvz.formats.codecs.spans import Span, clear_gaps
@@ -26,7 +26,7 @@ def _parse_windows(text: str) -> tuple[int, ...]:
     return windows
 
 
-class GaacCodec:
+class GaacCodec(WholeChunks):
     """Group-adaptive exponent codes for BF16."""
 
     name = "gaac"
@@ -74,15 +74,15 @@ class GaacCodec:
         buffer = np.empty(self.buffer_nbytes(sample.shape, 2), np.uint8)
         return self.encode(sample, bases, buffer)
 
-    def prepare(self, codebook: bytes, dtype: str, outer: int, inner: int) -> U8:
-        return layout.parse_codebook(codebook, self.config, outer, inner)
+    def prepare(self, codebook: bytes, dtype: str, shape: Shape) -> U8:
+        return layout.parse_codebook(codebook, self.config, shape[0], shape[2])
 
     def buffer_nbytes(self, shape: Shape, itemsize: int) -> int:
         from kvz.kernels.cpu import gaac as kernels
 
         return layout.max_payload_nbytes(shape, self.config) + kernels.STORE_SLACK
 
-    def encode(self, chunk: Chunk, bases: U8, buffer: U8) -> int:
+    def encode(self, chunk: Chunk, bases: U8, buffer: U8, start: int = 0) -> int:
         from kvz.kernels.cpu import gaac as kernels
 
         spans = layout.streams(chunk.shape, self.config, buffer.size)
@@ -98,7 +98,7 @@ class GaacCodec:
         clear_gaps(buffer, spans)
         return spans[-1].offset + num_escapes
 
-    def decode(self, payload: U8, bases: U8, out: Chunk) -> None:
+    def decode(self, payload: U8, bases: U8, out: Chunk, start: int = 0) -> None:
         from kvz.kernels.cpu import gaac as kernels
 
         arrays = self._arrays(payload, layout.streams(out.shape, self.config, payload.size))

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvz.codecs.base import U8, Chunk, Shape
+from kvz.codecs.base import U8, Chunk, Shape, WholeChunks
 from kvz.formats.errors import InvalidField
 
 
-class RawCodec:
+class RawCodec(WholeChunks):
     """Stores every chunk as it is."""
 
     name = "raw"
@@ -37,17 +37,17 @@ class RawCodec:
     def calibrate(self, sample: Chunk, num_tokens: int) -> bytes:
         return b""
 
-    def prepare(self, codebook: bytes, dtype: str, outer: int, inner: int) -> None:
+    def prepare(self, codebook: bytes, dtype: str, shape: Shape) -> None:
         return None
 
     def buffer_nbytes(self, shape: Shape, itemsize: int) -> int:
         return int(np.prod(shape)) * itemsize
 
-    def encode(self, chunk: Chunk, prepared: None, buffer: U8) -> int:
+    def encode(self, chunk: Chunk, prepared: None, buffer: U8, start: int = 0) -> int:
         np.copyto(buffer[: chunk.nbytes].view(chunk.dtype).reshape(chunk.shape), chunk)
         return chunk.nbytes
 
-    def decode(self, payload: U8, prepared: None, out: Chunk) -> None:
+    def decode(self, payload: U8, prepared: None, out: Chunk, start: int = 0) -> None:
         if payload.size != out.nbytes:
             raise InvalidField(f"raw section has {payload.size} bytes, must have {out.nbytes}")
         np.copyto(out, payload.view(out.dtype).reshape(out.shape))

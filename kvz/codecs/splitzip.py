@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvz.codecs.base import U8, Chunk, Shape
+from kvz.codecs.base import U8, Chunk, Shape, WholeChunks
 from kvz.formats.codecs import splitzip as layout
 from kvz.formats.codecs.spans import clear_gaps
 from kvz.formats.codecs.splitzip import SplitzipConfig
@@ -17,7 +17,7 @@ from kvz.formats.errors import InvalidField
 # kernels are imported where they run: configuration and codebooks do without numba
 
 
-class SplitzipCodec:
+class SplitzipCodec(WholeChunks):
     """Top-16 exponent codebook for BF16 (arXiv 2605.01708)."""
 
     name = "splitzip"
@@ -47,13 +47,13 @@ class SplitzipCodec:
         counts = calibration.exponent_histogram(sample).sum(axis=(0, 1), dtype=np.int64)
         return calibration.frequent_exponents(counts, layout.CODEBOOK_SIZE).tobytes()
 
-    def prepare(self, codebook: bytes, dtype: str, outer: int, inner: int) -> U8:
+    def prepare(self, codebook: bytes, dtype: str, shape: Shape) -> U8:
         return layout.parse_codebook(codebook)
 
     def buffer_nbytes(self, shape: Shape, itemsize: int) -> int:
         return layout.max_payload_nbytes(int(np.prod(shape)))
 
-    def encode(self, chunk: Chunk, codebook: U8, buffer: U8) -> int:
+    def encode(self, chunk: Chunk, codebook: U8, buffer: U8, start: int = 0) -> int:
         from kvz.kernels.cpu import splitzip as kernels
 
         # escapes go where they lie if every element is one, then move up to their real place
@@ -77,7 +77,7 @@ class SplitzipCodec:
         clear_gaps(buffer, [*fixed, *final])
         return final[-1].end
 
-    def decode(self, payload: U8, codebook: U8, out: Chunk) -> None:
+    def decode(self, payload: U8, codebook: U8, out: Chunk, start: int = 0) -> None:
         from kvz.kernels.cpu import splitzip as kernels
 
         num_escapes = layout.read_num_escapes(payload, out.size)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import zstandard
 
-from kvz.codecs.base import U8, Chunk, Shape
+from kvz.codecs.base import U8, Chunk, Shape, WholeChunks
 from kvz.formats.codecs.zstd import LENGTH_NBYTES, STORED_FLAG, ZstdConfig, streams
 from kvz.formats.errors import DamagedFile, InvalidField
 from kvz.formats.ids import SIGNED_FLOATS
@@ -20,7 +20,7 @@ _PROBE_NBYTES = 64 << 10
 _PROBE_LIMIT = 0.98
 
 
-class ZstdCodec:
+class ZstdCodec(WholeChunks):
     """Lossless for every dtype."""
 
     name = "zstd"
@@ -49,14 +49,14 @@ class ZstdCodec:
     def calibrate(self, sample: Chunk, num_tokens: int) -> bytes:
         return b""
 
-    def prepare(self, codebook: bytes, dtype: str, outer: int, inner: int) -> bool:
+    def prepare(self, codebook: bytes, dtype: str, shape: Shape) -> bool:
         """Whether elements are rotated before they are split."""
         return dtype in SIGNED_FLOATS
 
     def buffer_nbytes(self, shape: Shape, itemsize: int) -> int:
         return int(np.prod(shape)) * itemsize + LENGTH_NBYTES * itemsize
 
-    def encode(self, chunk: Chunk, rotate: bool, buffer: U8) -> int:
+    def encode(self, chunk: Chunk, rotate: bool, buffer: U8, start: int = 0) -> int:
         compressor = getattr(self._contexts, "compressor", None)
         if compressor is None:
             compressor = zstandard.ZstdCompressor(level=self.config.level, write_checksum=True)
@@ -72,7 +72,7 @@ class ZstdCodec:
             position += payload.size
         return position
 
-    def decode(self, payload: U8, rotate: bool, out: Chunk) -> None:
+    def decode(self, payload: U8, rotate: bool, out: Chunk, start: int = 0) -> None:
         planes = [
             _plane(payload[span.offset : span.end], stored, out.size)
             for span, stored in streams(payload, out.itemsize)

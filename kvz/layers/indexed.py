@@ -16,14 +16,16 @@ class IndexerKeys:
     def read(self, layer: Any, state: LayerState) -> None:
         if layer.is_indexer_initialized:
             state.add("indexer_key", layer.indexer_keys)
-        state.add("indexer_position_ids", layer.indexer_position_ids)
+        state.add("indexer_position_ids", getattr(layer, "indexer_position_ids", None))
 
     def put(self, layer: Any, state: LayerState) -> None:
         key = state.pop("indexer_key")
         if key is not None:
             layer.lazy_initialization_indexer(key)
             layer.indexer_keys = key
-        layer.indexer_position_ids = state.pop("indexer_position_ids")
+        # transformers 5.17 has none; what has no place here is refused by put_layer
+        if hasattr(layer, "indexer_position_ids"):
+            layer.indexer_position_ids = state.pop("indexer_position_ids")
 
 
 class StaticIndexerKeys:
@@ -35,7 +37,7 @@ class StaticIndexerKeys:
         if layer.is_indexer_initialized:
             filled = int(layer.indexer_cumulative_length)
             state.add("indexer_key", layer.indexer_keys[:, :filled])
-        state.add("indexer_position_ids", layer.indexer_position_ids)
+        state.add("indexer_position_ids", getattr(layer, "indexer_position_ids", None))
 
     def put(self, layer: Any, state: LayerState) -> None:
         key = state.pop("indexer_key")
@@ -44,7 +46,9 @@ class StaticIndexerKeys:
             layer.lazy_initialization_indexer(key)
             layer.indexer_keys[:, : key.shape[1]].copy_(key)
             layer.indexer_cumulative_length.fill_(key.shape[1])
-        layer.indexer_position_ids = state.pop("indexer_position_ids")
+        # transformers 5.17 has none; what has no place here is refused by put_layer
+        if hasattr(layer, "indexer_position_ids"):
+            layer.indexer_position_ids = state.pop("indexer_position_ids")
 
 
 class BlockIndexKeys:

@@ -121,7 +121,7 @@ def decode(codec: Codec, prepared: Any, payload: U8, shape: tuple[int, ...], dty
 def prepare(codec: Codec, chunk: U16, dtype: str = "BF16") -> tuple[bytes, Any]:
     """A codebook calibrated on the chunk, and what encoding and decoding need."""
     book = codec.calibrate(chunk, chunk.shape[1])
-    return book, codec.prepare(book, dtype, chunk.shape[0], chunk.shape[2])
+    return book, codec.prepare(book, dtype, chunk.shape)
 
 
 def reference_payload(case: CodecCase, prepared: U8, chunk: U16) -> U8:

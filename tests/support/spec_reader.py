@@ -1,7 +1,7 @@
 """A second decoder of `.kvz` files, written from formats/spec/*.md alone.
 
-Pure Python, one obvious loop per rule, no import from kvz: when it and kvz disagree, either kvz or
-a page of the specification is wrong.
+Pure Python (lynx, in spec_lynx.py, NumPy), one obvious loop per rule, no import from kvz: when it
+and kvz disagree, either kvz or a page of the specification is wrong.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
+import spec_lynx
 import zstandard
 
 MAGIC = b"\x89KVZ\r\n\x1a\n"
 END_MAGIC = b"KVZ-END\n"
-READER_VERSION = (0, 1)
-CODEBOOK, RAW, ENCODED, INDEX = 1, 2, 3, 65535
+READER_VERSION = (0, 2)
+CODEBOOK, RAW, ENCODED, ANCHOR, RESIDUAL, INDEX = 1, 2, 3, 4, 5, 65535
+WITH_CODEBOOK, PROGRESSIVE = ("gaac", "splitzip"), ("lynx",)
 ITEM_NBYTES = {
     **dict.fromkeys(["BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"], 1),
     **dict.fromkeys(["F8_E4M3FNUZ", "F8_E5M2FNUZ"], 1),
@@ -55,6 +57,15 @@ class Section:
 
 
 @dataclass(frozen=True)
+class ChunkSections:
+    """RAW, ENCODED or ANCHOR section of a chunk, and what is needed with it."""
+
+    main: Section
+    book: Section | None
+    residual: Section | None
+
+
+@dataclass(frozen=True)
 class Tensor:
     """A tensor's entry in the head, seen as [outer, tokens, inner]."""
 
@@ -75,22 +86,53 @@ class Tensor:
         return -(-self.tokens // self.chunk_tokens)
 
 
-def decode_file(data: bytes) -> tuple[dict[str, str], dict[str, tuple[str, list[int], bytes]]]:
-    """Metadata and {name: (dtype, shape, bytes in C order)}, in the order of the head."""
+def decode_file(
+    data: bytes, *, anchor_only: bool = False
+) -> tuple[dict[str, str], dict[str, tuple[str, list[int], bytes]]]:
+    """Metadata and {name: (dtype, shape, bytes in C order)}, in the order of the head.
+
+    anchor_only: as one would who stopped before the first RESIDUAL section.
+    """
     head, sections_offset = read_head(data)
     tensors = [parse_tensor(entry, head["codecs"]) for entry in head["tensors"]]
-    sections = read_sections(data, sections_offset)
-    by_chunk = {(s.kind == CODEBOOK, s.tensor, s.chunk): s for s in sections}
+    sections = arrange(tensors, read_sections(data, sections_offset))
     decoded = {}
     for number, tensor in enumerate(tensors):
-        book = by_chunk.pop((True, number, 0), None)
         chunks = [
-            decode_chunk(tensor, c, by_chunk.pop((False, number, c)), book)
+            decode_chunk(tensor, c, sections[number, c], anchor_only)
             for c in range(tensor.num_chunks)
         ]
         decoded[tensor.name] = (tensor.dtype, tensor.shape, join_chunks(tensor, chunks))
-    require(not by_chunk, "every section belongs to a tensor")
     return head["metadata"], decoded
+
+
+def arrange(tensors: list[Tensor], sections: list[Section]) -> dict[tuple[int, int], ChunkSections]:
+    """The sections of every chunk, which must be in order; container.md, "Section kinds"."""
+    rest = [*sections]
+
+    def take(kinds: tuple[int, ...], tensor: int, chunk: int) -> Section | None:
+        found = rest and rest[0].kind in kinds and (rest[0].tensor, rest[0].chunk)
+        return rest.pop(0) if found == (tensor, chunk) else None
+
+    chunks = {}
+    for number, tensor in enumerate(tensors):
+        name = tensor.codec["name"]
+        book = None
+        if tensor.num_chunks and name in WITH_CODEBOOK:
+            book = take((CODEBOOK,), number, 0)
+        encoded = ANCHOR if name in PROGRESSIVE else ENCODED
+        for c in range(tensor.num_chunks):
+            section = take((RAW, encoded), number, c)
+            require(section is not None, f"chunk {c} of tensor {number} in its place")
+            assert section is not None
+            chunks[number, c] = ChunkSections(section, book, None)
+    for (number, c), of_chunk in chunks.items():
+        if of_chunk.main.kind == ANCHOR:
+            residual = take((RESIDUAL,), number, c)
+            require(residual is not None, f"residual {c} of tensor {number} in its place")
+            chunks[number, c] = ChunkSections(of_chunk.main, None, residual)
+    require(not rest, "no section but those of the tensors")
+    return chunks
 
 
 def safetensors_bytes(
@@ -166,7 +208,8 @@ def read_section(data: bytes, position: int) -> Section:
     require(zlib.crc32(frame[:24]) == frame_crc, "CRC of the frame")
     payload = data[payload_offset : payload_offset + length]
     require(len(payload) == length and zlib.crc32(payload) == crc, "CRC of the payload")
-    require(kind in (CODEBOOK, RAW, ENCODED, INDEX), "kind of section")
+    known = (CODEBOOK, RAW, ENCODED, ANCHOR, RESIDUAL, INDEX)
+    require(kind in known, "kind of section")
     return Section(kind, tensor, chunk, payload_offset, payload)
 
 
@@ -178,23 +221,31 @@ def parse_tensor(entry: dict[str, Any], codecs: list[dict[str, Any]]) -> Tensor:
     else:
         outer, tokens, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
     codec = codecs[entry["codec"]]
+    if codec["name"] == "lynx":
+        require(entry["dtype"] == "BF16" and axis is not None, "lynx: BF16 with a token axis")
     return Tensor(
         entry["name"], entry["dtype"], shape, outer, tokens, inner, entry["chunk_tokens"], codec
     )
 
 
-def decode_chunk(tensor: Tensor, chunk: int, section: Section, book: Section | None) -> bytes:
+def decode_chunk(tensor: Tensor, chunk: int, of_chunk: ChunkSections, anchor_only: bool) -> bytes:
     """The chunk's elements as bytes, [outer, n, inner] in C order."""
     first = chunk * tensor.chunk_tokens
     n = min(first + tensor.chunk_tokens, tensor.tokens) - first
     itemsize = ITEM_NBYTES[tensor.dtype]
     num_elements = tensor.outer * n * tensor.inner
+    section, book, residual = of_chunk.main, of_chunk.book, of_chunk.residual
     if section.kind == RAW:
         require(len(section.payload) == num_elements * itemsize, "length of a RAW payload")
         return section.payload
     name = tensor.codec["name"]
     if name == "zstd":
         return decode_zstd(section.payload, num_elements, itemsize, tensor.dtype)
+    if name == "lynx":
+        assert residual is not None
+        second = None if anchor_only else residual.payload
+        return spec_lynx.decode_lynx(section.payload, second, tensor, chunk, n)
+    require(book is not None, "an encoded chunk has a codebook")
     assert book is not None
     if name == "splitzip":
         return decode_splitzip(section.payload, book.payload, num_elements)

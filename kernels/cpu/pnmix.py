@@ -1,0 +1,326 @@
+"""PN-Mix in numba; bit for bit what kernels/reference/pnmix.py does.
+
+Scales are few: they are found and rounded by the reference's own functions, on whole arrays. The
+loops over elements, before and after that, are compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from kvz.kernels.cpu import pnmix_loops as loops
+from kvz.kernels.cpu.flat import flatten
+from kvz.kernels.cpu.pnmix_loops import OCTET
+from kvz.kernels.reference import pnmix as reference
+from kvz.kernels.reference import pnmix_levels as scaling
+from kvz.kernels.reference.pnmix_levels import MAX_EXPONENT, MEAN_UNIT, Statistics
+
+U8 = NDArray[np.uint8]
+U16 = NDArray[np.uint16]
+F32 = NDArray[np.float32]
+_MAX_ORDERED = MAX_EXPONENT << 7
+
+
+@njit(nogil=True, cache=True)
+def _ranges(data, stride, outer, tokens, channels, group_tokens, low, high):
+    at = 0
+    for head in range(outer):
+        for first in range(0, tokens, group_tokens):
+            count = min(group_tokens, tokens - first)
+            data_at = head * stride + first * channels
+            loops.group_range(data, data_at, count, channels, low, high, at)
+            at += channels
+
+
+@njit(nogil=True, cache=True)
+def _class_sums(
+    data, stride, outer, tokens, channels, group_tokens, flags, unit, middle, total, above, count
+):
+    at, group = 0, 0
+    for head in range(outer):
+        for first in range(0, tokens, group_tokens):
+            num_tokens = min(group_tokens, tokens - first)
+            data_at = head * stride + first * channels
+            if not flags[group]:
+                loops.class_sums(
+                    data, data_at, num_tokens, channels, unit, middle, total, above, count, at
+                )
+            at, group = at + channels, group + 1
+
+
+@njit(nogil=True, cache=True)
+def _pack_octet(
+    words, plane, plane_bytes, width, tokens, channels, low_bits, high_bits, chosen, num_chosen,
+    low, low_at, high, high_at,
+):  # fmt: skip
+    for bit in range(low_bits):
+        loops.gather_plane(words, width, tokens, bit, plane)
+        loops.copy(plane_bytes, 0, low, low_at + bit * channels, channels)
+    for bit in range(low_bits, high_bits):
+        loops.gather_plane(words, width, tokens, bit, plane)
+        for i in range(num_chosen):
+            high[high_at + i] = plane_bytes[chosen[i]]
+        high_at += num_chosen
+
+
+@njit(nogil=True, cache=True)
+def _unpack_octet(
+    words, plane, plane_bytes, width, channels, low_bits, high_bits, chosen, num_chosen, low,
+    low_at, high, high_at,
+):  # fmt: skip
+    for bit in range(low_bits):
+        loops.copy(low, low_at + bit * channels, plane_bytes, 0, channels)
+        loops.spread_plane(plane, width, bit, words)
+    if num_chosen and high_bits > low_bits:
+        loops.fill(plane_bytes, 0, channels)
+    for bit in range(low_bits, high_bits if num_chosen else low_bits):
+        for i in range(num_chosen):
+            plane_bytes[chosen[i]] = high[high_at + i]
+        loops.spread_plane(plane, width, bit, words)
+        high_at += num_chosen
+
+
+@njit(nogil=True, cache=True)
+def _encode_keys(
+    data, stride, outer, tokens, channels, group_tokens, low_bits, high_bits, flags, start,
+    inverse, last, middle, by_middle, chosen, num_chosen, words, codes, plane, plane_bytes, width,
+    low, high, raw,
+):  # fmt: skip
+    group, low_at, high_at, raw_at = 0, 0, 0, 0
+    for head in range(outer):
+        count = num_chosen[head]
+        for first in range(0, tokens, group_tokens):
+            group_end = min(first + group_tokens, tokens)
+            if flags[group]:
+                size = (group_end - first) * channels
+                loops.copy(data, head * stride + first * channels, raw, raw_at, size)
+                raw_at += size
+            for token in range(first, group_end, OCTET):
+                end = min(token + OCTET, group_end)
+                low_size, high_size = low_bits * channels, (high_bits - low_bits) * count
+                if flags[group]:
+                    loops.fill(low, low_at, low_size)
+                    loops.fill(high, high_at, high_size)
+                else:
+                    for t in range(token, end):
+                        loops.quantize(
+                            data, head * stride + t * channels, channels, start, inverse,
+                            last[head], middle, by_middle[head], group * channels, codes,
+                            (t - token) * width,
+                        )  # fmt: skip
+                    _pack_octet(
+                        words, plane, plane_bytes, width, end - token, channels, low_bits,
+                        high_bits, chosen[head], count, low, low_at, high, high_at,
+                    )  # fmt: skip
+                low_at, high_at = low_at + low_size, high_at + high_size
+            group += 1
+    return raw_at
+
+
+@njit(nogil=True, cache=True)
+def _decode_keys(
+    low, high, flags, raw, start, step, chosen, num_chosen, words, codes, plane, plane_bytes,
+    width, data, stride, outer, tokens, channels, group_tokens, low_bits, high_bits,
+):  # fmt: skip
+    group, low_at, high_at, raw_at = 0, 0, 0, 0
+    for head in range(outer):
+        count = num_chosen[head]
+        for first in range(0, tokens, group_tokens):
+            group_end = min(first + group_tokens, tokens)
+            if flags[group]:
+                size = (group_end - first) * channels
+                loops.copy(raw, raw_at, data, head * stride + first * channels, size)
+                raw_at += size
+            for token in range(first, group_end, OCTET):
+                if not flags[group]:
+                    _unpack_octet(
+                        words, plane, plane_bytes, width, channels, low_bits, high_bits,
+                        chosen[head], count, low, low_at, high, high_at,
+                    )  # fmt: skip
+                    for t in range(token, min(token + OCTET, group_end)):
+                        loops.dequantize(
+                            codes, (t - token) * width, channels, start, step, group * channels,
+                            data, head * stride + t * channels,
+                        )  # fmt: skip
+                low_at += low_bits * channels
+                high_at += (high_bits - low_bits) * count
+            group += 1
+
+
+class _Scratch:
+    """Codes and one plane of an octet, as bytes and as words; zero beyond the channels."""
+
+    def __init__(self, channels: int) -> None:
+        self.width = -(-channels // 8) * 8
+        words = self.width // 8
+        self.words = np.zeros(OCTET * words, np.uint64)
+        self.plane = np.zeros(words, np.uint64)
+
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "words": self.words,
+            "codes": self.words.view(np.uint8),
+            "plane": self.plane,
+            "plane_bytes": self.plane.view(np.uint8),
+            "width": self.width,
+        }
+
+
+def _chosen(salient: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Numbers of the salient channels of each outer index, and how many they are."""
+    order = np.argsort(~salient, axis=1, kind="stable")
+    return order.astype(np.int32), salient.sum(axis=1, dtype=np.int32)
+
+
+def encode_keys(
+    chunk: U16,
+    salient: NDArray[np.bool_],
+    *,
+    high_bits: int,
+    low_bits: int,
+    group_tokens: int,
+    page_groups: int | None,
+    rule: str,
+    flags: U8,
+    pages: U16,
+    scales: NDArray[Any],
+    low: U8,
+    high: U8,
+    raw: U16,
+) -> int:
+    """Encode ``chunk`` (uint16[outer, tokens, channels]) into the given contiguous arrays.
+
+    Their shapes are those of kernels.reference.pnmix.KeyStreams; ``raw`` must hold the worst case,
+    one entry an element. Returns how many of its entries were written. Each outer index of
+    ``chunk`` must be contiguous. ``salient``: bool[outer, channels].
+    """
+    outer, tokens, channels = chunk.shape
+    data, stride = flatten(chunk)
+    where = (data, stride, outer, tokens, channels, group_tokens)
+    bits = np.where(salient, high_bits, low_bits)
+    found = _statistics(where, flags, np.any(bits == 1) and rule == "best")
+    grid: scaling.Grid = scaling.HalfGrid()
+    if page_groups is not None:
+        _find_pages(found, flags, page_groups, pages)
+        page_of = np.arange(flags.shape[1]) // page_groups
+        minimum, scale = (reference.to_float(pages[:, page_of, i]) for i in (0, 1))
+        grid = scaling.PageGrid(minimum, scale, bits[:, None])
+    levels = scaling.levels(found, bits[:, None], rule, grid)
+    usable = flags[:, :, None] == 0
+    scales[:, :, 0] = np.where(usable, levels.stored_start, 0)
+    scales[:, :, 1] = np.where(usable, levels.stored_step, 0)
+    chosen, num_chosen = _chosen(salient)
+    return int(
+        _encode_keys(
+            *where,
+            low_bits=low_bits,
+            high_bits=high_bits,
+            flags=flags.reshape(-1),
+            start=levels.start.reshape(-1),
+            inverse=scaling.inverse(levels.step).reshape(-1),
+            last=((1 << bits) - 1).astype(np.float32),
+            middle=scaling.middle(found.low, found.high).reshape(-1),
+            by_middle=(bits == 1) & (rule == "best"),
+            chosen=chosen,
+            num_chosen=num_chosen,
+            low=low.reshape(-1),
+            high=high,
+            raw=raw,
+            **_Scratch(channels).arguments(),
+        )
+    )
+
+
+def _statistics(where: tuple[Any, ...], flags: U8, with_means: bool) -> Statistics:
+    """Fills ``flags``; of marked groups all is zero."""
+    channels = where[4]
+    shape = (*flags.shape, channels)
+    ordered = np.empty((2, *shape), np.int16)
+    _ranges(*where, ordered[0].reshape(-1), ordered[1].reshape(-1))
+    marked = (ordered[0] < -_MAX_ORDERED) | (ordered[1] >= _MAX_ORDERED)
+    flags[...] = marked.any(axis=2)
+    ordered[:, flags.astype(bool)] = 0
+    bits = np.where(ordered < 0, ordered ^ 0x7FFF, ordered).view(np.uint16)
+    # adding +0 makes -0 +0
+    low, high = reference.to_float(bits) + np.float32(0)
+    if not with_means:
+        return Statistics(low, high, low, high)
+    middle = scaling.middle(low, high)
+    total, above = np.zeros((2, *shape))
+    count = np.zeros(shape, np.int64)
+    _class_sums(
+        *where,
+        flags.reshape(-1),
+        np.float32(1 / MEAN_UNIT),
+        *(array.reshape(-1) for array in (middle, total, above, count)),
+    )
+    tokens, group_tokens = where[3], where[5]
+    sizes = np.full(flags.shape[1], group_tokens)
+    sizes[-1] = tokens - group_tokens * (flags.shape[1] - 1)
+    below = sizes[:, None] - count
+    return Statistics(low, high, scaling.mean(total - above, below), scaling.mean(above, count))
+
+
+def _find_pages(found: Statistics, flags: U8, page_groups: int, pages: U16) -> None:
+    starts = np.arange(0, flags.shape[1], page_groups)
+    unmarked = flags[:, :, None] == 0
+    low = np.minimum.reduceat(np.where(unmarked, found.low, np.inf), starts, axis=1)
+    high = np.maximum.reduceat(np.where(unmarked, found.high, -np.inf), starts, axis=1)
+    used = low <= high
+    low, high = (np.where(used, x, 0).astype(np.float32) for x in (low, high))
+    pages[:, :, 0] = low.view(np.uint32) >> 16
+    pages[:, :, 1] = scaling.page_scale(low, high)
+
+
+def decode_keys(
+    flags: U8,
+    pages: U16,
+    scales: NDArray[Any],
+    low: U8,
+    high: U8,
+    raw: U16,
+    salient: NDArray[np.bool_],
+    out: U16,
+    *,
+    high_bits: int,
+    low_bits: int,
+    group_tokens: int,
+    page_groups: int | None,
+) -> None:
+    """Decode into ``out`` (uint16[outer, tokens, channels]).
+
+    Each outer index of ``out`` must be contiguous. The arrays must have the shapes of
+    kernels.reference.pnmix.KeyStreams, ``raw`` as many entries as ``flags`` say; what stands in
+    them need not be trustworthy.
+    """
+    outer, tokens, channels = out.shape
+    data, stride = flatten(out)
+    if page_groups is None:
+        start, step = reference.half_scales(scales)
+    else:
+        bits = np.where(salient, high_bits, low_bits)[:, None]
+        start, step = reference.page_scales(scales, pages, bits, page_groups)
+    chosen, num_chosen = _chosen(salient)
+    _decode_keys(
+        low=low.reshape(-1),
+        high=high,
+        flags=flags.reshape(-1),
+        raw=raw,
+        start=start.reshape(-1),
+        step=step.reshape(-1),
+        chosen=chosen,
+        num_chosen=num_chosen,
+        data=data,
+        stride=stride,
+        outer=outer,
+        tokens=tokens,
+        channels=channels,
+        group_tokens=group_tokens,
+        low_bits=low_bits,
+        high_bits=high_bits,
+        **_Scratch(channels).arguments(),
+    )

@@ -7,11 +7,12 @@ from typing import Any
 
 import click
 
-from kvz.cli import options
+from kvz.cli import bench_quality, options
 from kvz.cli.progress import meter
 from kvz.cli.text import emit
 from kvz.devices import require_gpu
 from kvz.formats.ids import CODEC_NAMES
+from kvz.layout import Layout
 
 
 def _codecs(
@@ -50,6 +51,7 @@ def _codecs(
     type=options.PATH,
     help="With --device cuda: take the codebooks from this cache; default from the measured one.",
 )
+@bench_quality.quality_options
 @options.layout_options
 @click.option(
     "--json",
@@ -71,12 +73,16 @@ def command(
     pattern: str | None,
     json_path: str | None,
     overwrite: bool,
+    quality: bool,
+    **quality_options: Any,
 ) -> None:
     """Measure codecs and baselines on your own caches.
 
     Ratio, and speed in memory, of each codec, of zstd and of a plain copy, interleaved in one run;
     every decoded element is compared with the input. With --device cuda in device memory, against
-    a copy there and nvCOMP. The caches are safetensors files.
+    a copy there and nvCOMP. With --quality, what lossy codecs and plain quantisers lose: errors of
+    keys, values and attention, and with --model of the next token. The caches are safetensors
+    files.
 
     \b
     Example:
@@ -84,8 +90,46 @@ def command(
     """
     if json_path is not None:
         options.check_writable_later(json_path, overwrite)
-    import kvz
+    chosen = bench_quality.QualityOptions.take(quality_options)
+    if quality:
+        if sizes or calibrate_on:
+            raise click.UsageError("--size and --calibrate-on measure speed, not --quality")
+        text, document = bench_quality.run(
+            caches,
+            chosen,
+            codecs=codecs,
+            device=device,
+            threads=threads,
+            layout=Layout(axes, pattern),
+        )
+    else:
+        chosen.check_unused()
+        text, document = _speed(
+            caches,
+            codecs=codecs,
+            rounds=rounds,
+            threads=threads,
+            device=device,
+            sizes=sizes,
+            calibrate_on=calibrate_on,
+            layout=Layout(axes, pattern),
+        )
+    if json_path != options.STANDARD_STREAM:
+        emit(text.rstrip("\n"))
+    if json_path is not None:
+        _write_json(document, json_path, overwrite)
 
+
+def _speed(
+    caches: tuple[str, ...],
+    *,
+    threads: int | None,
+    device: str,
+    sizes: tuple[int, ...],
+    calibrate_on: str | None,
+    **settings: Any,
+) -> tuple[str, dict[str, Any]]:
+    """The report on speed as text and as JSON values."""
     on_gpu = require_gpu(device)
     if not on_gpu and (sizes or calibrate_on):
         raise click.UsageError("--size and --calibrate-on need --device cuda")
@@ -96,23 +140,12 @@ def command(
         def show(what: str, done: int, steps: int) -> None:
             progress.update(done, steps, what)
 
-        settings = {
-            "codecs": codecs,
-            "rounds": rounds,
-            "layout": kvz.Layout(axes, pattern),
-            "progress": show,
-        }
+        settings["progress"] = show
         if on_gpu:
-            chosen = {"sizes": sizes} if sizes else {}
-            text, document = _on_gpu(
-                caches, device=device, calibrate_on=calibrate_on, **chosen, **settings
-            )
-        else:
-            text, document = _on_cpu(caches, threads=threads, **settings)
-    if json_path != options.STANDARD_STREAM:
-        emit(text.rstrip("\n"))
-    if json_path is not None:
-        _write_json(document, json_path, overwrite)
+            if sizes:
+                settings["sizes"] = sizes
+            return _on_gpu(caches, device=device, calibrate_on=calibrate_on, **settings)
+        return _on_cpu(caches, threads=threads, **settings)
 
 
 def _on_cpu(caches: tuple[str, ...], **settings: Any) -> tuple[str, dict[str, Any]]:

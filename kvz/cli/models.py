@@ -17,7 +17,7 @@ from kvz.formats.errors import ConfigError, SourceError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16", "float32")
 #: Read by the libraries when they are imported.
 _QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -34,7 +34,7 @@ def model_options(command: F) -> F:
     for option in (
         click.option("--gguf-file", metavar="F", help="GGUF file inside the model's folder."),
         click.option("--device", default="cpu", show_default=True, help="Where the model runs."),
-        click.option("--dtype", type=click.Choice(_DTYPES), default="bfloat16", show_default=True),
+        click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True),
     ):
         command = option(command)
     return command

@@ -22,6 +22,7 @@ from kvz.files import atomic_output, naming
 from kvz.formats.errors import ContentMismatch, NotCodebookFile
 from kvz.formats.head import TensorEntry
 from kvz.formats.limits import MAX_CODEBOOK_NBYTES
+from kvz.locations import open_stream, shown_name
 from kvz.safetensors_io import TensorReader
 
 _VERSION = 1
@@ -121,8 +122,8 @@ class CodebookFile:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CodebookFile:
         """Raises SourceError or NotCodebookFile."""
-        with naming(os.fspath(path)):
-            with open(path, "rb") as stream:
+        with naming(shown_name(path)):
+            with open_stream(path) as stream:
                 data = stream.read(MAX_CODEBOOK_NBYTES)
             try:
                 document = json.loads(data)

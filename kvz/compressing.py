@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -169,9 +170,9 @@ def compress(
     ``source`` is a safetensors file (path, URL, or ``-`` for standard input), a
     :class:`kvz.Capture`, or a mapping from names to NumPy arrays or torch tensors (any strides;
     BF16 as torch tensors); ``metadata`` goes with a mapping. BF16 tensors with a token axis go
-    through ``codec`` (``gaac``, ``splitzip``, ``zstd``, ``raw``; the lossy ``lynx`` takes keys and
-    values only), all others losslessly through ``zstd``. ``codec_options`` are strings as on the
-    command line. ``device``: ``cuda`` or ``cuda:N`` encodes on a GPU, with the
+    through ``codec`` (``gaac``, ``splitzip``, ``zstd``, ``raw``; the lossy ``lynx`` and ``pnmix``
+    take keys and values only), all others losslessly through ``zstd``. ``codec_options`` are strings
+    as on the command line. ``device``: ``cuda`` or ``cuda:N`` encodes on a GPU, with the
     same bytes as a result; ``auto`` and ``cpu`` do not. ``threads``: default one per processor.
 
     The file, or at a URL the object, appears when it is complete. Raises SourceError (input or
@@ -194,7 +195,8 @@ def compress(
     gpu = _gpu_encoder(device, head)
     original_nbytes = sum(tensor.nbytes for tensor in opened.header.tensors)
     output = atomic_output(destination, overwrite=overwrite, expected_nbytes=original_nbytes)
-    with output as stream, naming(opened.name):
+    source_file = closing(opened) if isinstance(opened, SafetensorsFile) else nullcontext()
+    with source_file, output as stream, naming(opened.name):
         written = write_archive(
             opened,
             planned,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ def _in_layer(entry: TensorEntry) -> bool:
     return layer_index(entry.name) is not None and is_key_or_value(entry.name)
 
 
-def is_safetensors(path: str) -> bool:
+def is_safetensors(path: str | os.PathLike[str]) -> bool:
     """Whether a file is one that kvz compresses rather than an archive."""
     from kvz.safetensors_io import SafetensorsFile
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -238,7 +239,8 @@ def decompress(
     prefix, targets = _header(archive.head, targets, selection, anchor_only=anchor_only)
     expected = len(prefix) + sum(math.prod(t.shape) * t.entry.itemsize for t in targets)
     made = atomic_output(destination, overwrite=overwrite, expected_nbytes=expected)
-    with made as stream, naming(name):
+    opened = closing(archive) if isinstance(archive, Archive) else nullcontext()
+    with opened, made as stream, naming(name):
         stream.write(prefix)
         stream.flush()
         in_place = stream.can_write_at
@@ -257,8 +259,6 @@ def decompress(
             output.note(target)
             if progress is not None:
                 progress(nbytes)
-    if isinstance(archive, Archive):
-        archive.close()
     return DecompressReport(
         source=name,
         destination=shown_name(destination),

@@ -1,4 +1,4 @@
-"""Local files: bounded reads at an offset, and outputs that appear whole or not at all."""
+"""Local files: bounded reads at an offset. Outputs that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvz.formats.errors import KvzError, SourceError, TruncatedFile
+from kvz.remote.urls import is_remote, local_path, parse, same_object
 
 if TYPE_CHECKING:
     from collections.abc import Buffer
@@ -76,6 +77,16 @@ class LocalFile:
         self.read_into(offset, out)
         return out.tobytes()
 
+    @property
+    def num_requests(self) -> int:
+        return 0
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Nothing: the operating system reads ahead."""
+
+    def requests(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        return []
+
     def close(self) -> None:
         os.close(self._descriptor)
 
@@ -83,26 +94,47 @@ class LocalFile:
 def read_exactly(stream: BinaryIO, nbytes: int) -> NDArray[np.uint8]:
     """The next ``nbytes`` of a stream. Raises TruncatedFile when it ends before."""
     out = np.empty(nbytes, np.uint8)
+    done = _fill(stream, out)
+    if done < nbytes:
+        raise TruncatedFile(f"the stream ends {nbytes - done} bytes early: it is incomplete")
+    return out
+
+
+def read_up_to(stream: BinaryIO, nbytes: int) -> bytes:
+    """The next ``nbytes`` of a stream, or as many as there are until its end."""
+    out = np.empty(nbytes, np.uint8)
+    return out[: _fill(stream, out)].tobytes()
+
+
+def _fill(stream: BinaryIO, out: NDArray[np.uint8]) -> int:
+    """Read until ``out`` is full or the stream ends; returns the bytes read."""
     view = memoryview(out)
     done = 0
-    while done < nbytes:
+    while done < len(view):
+        # a pipe or socket gives what it has
         count = stream.readinto(view[done:])  # type: ignore[attr-defined]
         if not count:
-            raise TruncatedFile(f"the stream ends {nbytes - done} bytes early: it is incomplete")
+            break
         done += count
-    return out
+    return done
 
 
 class OutputFile:
     """A binary output whose errors name it, not the input that was being read meanwhile."""
 
-    def __init__(self, stream: BinaryIO, name: str) -> None:
+    def __init__(self, stream: BinaryIO, name: str, *, can_write_at: bool = False) -> None:
         self._stream = stream
         self.name = name
+        self._can_write_at = can_write_at
 
     def write(self, data: Buffer) -> int:
         with naming(self.name):
             return self._stream.write(data)
+
+    @property
+    def can_write_at(self) -> bool:
+        """Whether this is a regular file."""
+        return self._can_write_at
 
     def write_at(self, data: NDArray[np.uint8], position: int) -> None:
         """Write at an offset, from any thread; only for regular files."""
@@ -122,16 +154,25 @@ class OutputFile:
 
 
 @contextlib.contextmanager
-def atomic_output(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[OutputFile]:
+def atomic_output(
+    path: str | os.PathLike[str], *, overwrite: bool, expected_nbytes: int | None = None
+) -> Iterator[OutputFile]:
     """A binary file that appears under ``path`` when the block ends well, and else not at all.
 
-    ``-`` is standard output. Raises SourceError when ``path`` exists and ``overwrite`` is false.
+    ``-`` is standard output; a URL is an object (:mod:`kvz.remote.upload`), for which
+    ``expected_nbytes``, a bound on what is written, helps. Raises SourceError when ``path`` exists
+    and ``overwrite`` is false.
     """
     if os.fspath(path) == STANDARD_STREAM:
         output = OutputFile(sys.stdout.buffer, "<stdout>")
         yield output
         output.flush()
         return
+    if is_remote(path):
+        with _remote_output(path, overwrite, expected_nbytes) as output:
+            yield output
+        return
+    path = local_path(path)
     # a link keeps pointing where it does, and what it points to is replaced
     target = Path(os.path.realpath(path))
     with naming(os.fspath(path)):
@@ -148,7 +189,7 @@ def atomic_output(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[
         )
     try:
         with os.fdopen(descriptor, "w+b") as stream:
-            output = OutputFile(stream, os.fspath(path))
+            output = OutputFile(stream, os.fspath(path), can_write_at=True)
             yield output
             output.flush()
             os.fchmod(stream.fileno(), _mode_of(target))
@@ -160,6 +201,24 @@ def atomic_output(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name)
+        raise
+
+
+@contextlib.contextmanager
+def _remote_output(
+    url: str | os.PathLike[str], overwrite: bool, expected_nbytes: int | None
+) -> Iterator[OutputFile]:
+    from kvz.remote.upload import Upload
+
+    name = str(parse(url))
+    with naming(name):
+        upload = Upload(url, overwrite=overwrite, expected_nbytes=expected_nbytes)
+    try:
+        yield OutputFile(cast(BinaryIO, upload), name)
+        with naming(name):
+            upload.finish()
+    except BaseException:
+        upload.abort()
         raise
 
 
@@ -185,9 +244,11 @@ def _mode_of(target: Path) -> int:
 
 
 def same_file(source: str | os.PathLike[str], destination: str | os.PathLike[str]) -> bool:
-    """Whether both paths are one existing file."""
+    """Whether both paths are one existing file, or both URLs one object."""
+    if is_remote(source) or is_remote(destination):
+        return same_object(source, destination)
     try:
-        return os.path.samefile(source, destination)
+        return os.path.samefile(local_path(source), local_path(destination))
     except (OSError, ValueError):
         return False
 

@@ -15,7 +15,7 @@ from kvz.capture_metadata import METADATA_KEY
 from kvz.contents import Identity, LayerGroup, TensorGroup
 from kvz.files import naming
 from kvz.formats import container
-from kvz.formats.codecs import gaac, stream_nbytes
+from kvz.formats.codecs import PLACED_CODECS, Place, gaac, stream_nbytes
 from kvz.formats.codecs.gaac import GaacConfig, Geometry
 from kvz.formats.container import Index
 from kvz.formats.errors import NotKvzFile
@@ -23,7 +23,7 @@ from kvz.formats.head import TensorEntry
 from kvz.formats.ids import SectionKind
 from kvz.locations import shown_name
 from kvz.lossy import lossy_note
-from kvz.sections import Wanted
+from kvz.remote.costs import FetchCost, fetch_costs
 
 #: Names among the streams of a codec: codebooks, chunks stored as they are, residuals.
 CODEBOOKS, RAW, RESIDUALS = "codebooks", "raw", "residuals"
@@ -75,15 +75,6 @@ class Overhead:
     @property
     def nbytes(self) -> int:
         return self.head_nbytes + self.frames_nbytes + self.index_nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class FetchCost:
-    """What must be transferred of a remote archive for something, opening it included."""
-
-    what: str
-    nbytes: int
-    num_requests: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +131,7 @@ def inspect(path: str | os.PathLike[str], *, tags: bool = False) -> Inspection:
     """
     with open_for_inspection(path) as archive, naming(archive.name):
         head = archive.head
-        costs = _costs(archive)
+        costs = fetch_costs(archive)
         document, problem = contents.read_document(head.metadata)
         records, layer_problem = (
             ((), None) if document is None else contents.layer_records(document)
@@ -209,29 +200,6 @@ def _overhead(archive: Archive) -> Overhead:
     return Overhead(head_nbytes, frames_nbytes, archive.nbytes - archive.trailer.index_offset)
 
 
-def _costs(archive: Archive) -> tuple[FetchCost, ...]:
-    """For an archive that was just opened; empty for a local one."""
-    if not archive.num_requests:
-        return ()
-    costs = [FetchCost("opening", archive.nbytes_read, archive.num_requests)]
-
-    def add(what: str, wanted: Wanted, *, anchor_only: bool = False) -> None:
-        requests = archive.requests(wanted, anchor_only=anchor_only)
-        nbytes = costs[0].nbytes + sum(length for _, length in requests)
-        costs.append(FetchCost(what, nbytes, costs[0].num_requests + len(requests)))
-
-    if archive.layers:
-        first = archive.layers[0]
-        add(
-            f"layer {first.index}",
-            lambda tensor, chunk: archive.head.tensors[tensor].name in first.names,
-        )
-    if archive.table.num_first < archive.index.size:
-        add("anchors", lambda tensor, chunk: True, anchor_only=True)
-    add("all", lambda tensor, chunk: True)
-    return tuple(costs)
-
-
 def _anchor_nbytes(archive: Archive) -> int | None:
     """What a reader of a stream needs for the anchors; None when there are none."""
     first = archive.table.num_first
@@ -244,19 +212,24 @@ def _anchor_nbytes(archive: Archive) -> int | None:
 def _codec_uses(archive: Archive, tags: bool) -> tuple[CodecUse, ...]:
     head = archive.head
     sizes: list[dict[str, int]] = [{} for _ in head.codecs]
-    for entry, codebook_nbytes, residual_nbytes, chunks in _by_tensor(archive):
+    for entry, codebook_row, residual_nbytes, chunks in _by_tensor(archive):
         streams = sizes[entry.codec]
         codec = head.codec_of(entry)
-        _add(streams, {CODEBOOKS: codebook_nbytes} if codebook_nbytes else {})
+        codebook = b""
+        if codebook_row is not None:
+            _add(streams, {CODEBOOKS: int(archive.index["length"][codebook_row])})
+            if codec.name in PLACED_CODECS:
+                codebook = archive.read_payload(codebook_row).tobytes()
         raw = chunks["kind"] == SectionKind.RAW
         if raw.any():
             _add(streams, {RAW: int(chunks["length"][raw].sum())})
         _add(streams, {RESIDUALS: residual_nbytes} if residual_nbytes else {})
-        for part, is_first in _alike(chunks[~raw], entry):
-            shape = entry.chunk_shape(int(part["chunk"][0]))
+        for part in _alike(chunks[~raw], entry, codec.name):
+            first = int(part["chunk"][0])
+            place = Place(entry.chunk_range(first)[0], entry.view_shape[1], codebook)
             lengths = part["length"].astype(np.int64)
-            sizes_here = stream_nbytes(codec.name, codec.config, shape, lengths, is_first=is_first)
-            _add(streams, sizes_here)
+            shape = entry.chunk_shape(first)
+            _add(streams, stream_nbytes(codec.name, codec.config, shape, lengths, place=place))
     uses = []
     for i, (codec, streams) in enumerate(zip(head.codecs, sizes, strict=True)):
         entries = [entry for entry in head.tensors if entry.codec == i]
@@ -278,8 +251,11 @@ def _codec_uses(archive: Archive, tags: bool) -> tuple[CodecUse, ...]:
     return tuple(uses)
 
 
-def _alike(chunks: Index, entry: TensorEntry) -> Iterator[tuple[Index, bool]]:
-    """A tensor's chunks in parts of one shape and kind, and whether that is the first chunk."""
+def _alike(chunks: Index, entry: TensorEntry, codec: str) -> Iterator[Index]:
+    """A tensor's chunks in parts of one shape and kind; the first chunk is one by itself."""
+    if codec in PLACED_CODECS:
+        yield from (chunks[i : i + 1] for i in range(chunks.size))
+        return
     last = entry.num_chunks - 1
     numbers = chunks["chunk"]
     for where in (
@@ -288,19 +264,17 @@ def _alike(chunks: Index, entry: TensorEntry) -> Iterator[tuple[Index, bool]]:
         (numbers > 0) & (numbers == last),
     ):
         if where.any():
-            yield chunks[where], bool(numbers[where][0] == 0)
+            yield chunks[where]
 
 
-def _by_tensor(archive: Archive) -> Iterator[tuple[TensorEntry, int, int, Index]]:
-    """Each tensor with the lengths of its codebook and its residuals, and its chunks' entries."""
+def _by_tensor(archive: Archive) -> Iterator[tuple[TensorEntry, int | None, int, Index]]:
+    """Each tensor with its codebook's row, the length of its residuals, and its chunks' entries."""
     index, table = archive.index, archive.table
     residuals = np.zeros(len(archive.head.tensors), np.int64)
     later = index[table.num_first :]
     np.add.at(residuals, later["tensor"], later["length"].astype(np.int64))
     for i, entry in enumerate(archive.head.tensors):
-        row = table.codebook_row(i)
-        codebook_nbytes = 0 if row is None else int(index["length"][row])
-        yield entry, codebook_nbytes, int(residuals[i]), index[table.chunk_rows(i)]
+        yield entry, table.codebook_row(i), int(residuals[i]), index[table.chunk_rows(i)]
 
 
 def _add(totals: dict[str, int], sizes: Mapping[str, int]) -> None:

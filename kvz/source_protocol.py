@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy.typing as npt
 
@@ -31,4 +31,13 @@ class CacheSource(Protocol):
 
     def read_tensor(self, name: str) -> npt.NDArray[Any]:
         """The tensor in its shape, as little-endian unsigned integers of its element width."""
+        ...
+
+
+@runtime_checkable
+class AnnouncedSource(Protocol):
+    """A source that reads ahead when it knows what comes."""
+
+    def announce(self, names: Sequence[str]) -> None:
+        """Say that these tensors will be read next, in this order."""
         ...

@@ -19,7 +19,8 @@ from kvz.identity import token_hash
 from kvz.layers.containers import tensor_name
 from kvz.layers.table import check_tensor, expected_state
 from kvz.layout import SELECTION_KEY
-from kvz.source_protocol import CacheSource
+from kvz.locations import shown_name
+from kvz.source_protocol import AnnouncedSource, CacheSource
 from kvz.torch_dtypes import TORCH_DTYPES, to_tensor
 
 _LAYER_TENSOR = re.compile(r"layers\.\d+\.(\w+)")
@@ -42,7 +43,7 @@ def open_source(source: str | Path | CacheSource) -> Iterator[CacheSource]:
 
         opened = kvz.open(source)
     try:
-        with naming(str(source)):
+        with naming(shown_name(source)):
             _refuse_part(opened)
             yield opened
     finally:
@@ -134,6 +135,9 @@ def read_states(
         match = _LAYER_TENSOR.fullmatch(name)
         if match and name not in names and match[1] not in _STATISTIC_PARTS:
             raise UnsupportedCache(f"tensor {name} has no place in this cache")
+    if isinstance(source, AnnouncedSource):
+        held = set(source.tensor_names)
+        source.announce([name for name in names if name in held])
     states: list[dict[str, torch.Tensor]] = [{} for _ in layers]
     for name, (layer_idx, part) in names.items():
         if name not in source.tensor_names:

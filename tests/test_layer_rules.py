@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("kvz", "formats", "kernels")
 #: The only modules that may know transformers.
 TRANSFORMERS_MODULES = {"kvz/hf.py", "kvz/capturing.py", "kvz/restoring.py"}
-HEAVY = ("torch", "numba", "llvmlite", "transformers", "triton", "zstandard")
+HEAVY = ("torch", "numba", "llvmlite", "transformers", "triton", "zstandard", "obstore")
 
 
 def sources(room: str) -> list[Path]:
@@ -90,6 +90,12 @@ def test_transformers_is_known_to_capture_and_restore_only() -> None:
     users = importers_of("transformers")
     assert users
     assert users <= TRANSFORMERS_MODULES
+
+
+def test_object_stores_are_known_to_kvz_remote_only() -> None:
+    users = importers_of("obstore")
+    assert users
+    assert all(path.startswith("kvz/remote/") for path in users)
 
 
 def test_every_folder_with_modules_is_packaged() -> None:

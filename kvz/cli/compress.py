@@ -44,9 +44,10 @@ def command(
 ) -> None:
     """Compress a cache into an archive.
 
-    SRC is a safetensors file, or - for standard input. BF16 tensors of the cache go through the
-    codec, everything else is stored by zstd; all of it comes back exactly, unless the codec is
-    lossy (lynx): then keys and values come back close to what they were.
+    SRC is a safetensors file, its URL, or - for standard input; the archive may go to a URL. BF16
+    tensors of the cache go through the codec, everything else is stored by zstd; all of it comes
+    back exactly, unless the codec is lossy (lynx): then keys and values come back close to what
+    they were.
 
     \b
     Example:

@@ -52,8 +52,9 @@ def command(
 ) -> None:
     """Restore the tensors of an archive, exactly if its codec is lossless.
 
-    SRC is an archive, or - for standard input. With --layers or --tokens only the keys and values
-    of these are read and written. What a lossy codec stored is marked so in the metadata and here.
+    SRC is an archive, its URL, or - for standard input. With --layers or --tokens only the keys and
+    values of these are read and written. What a lossy codec stored is marked so in the metadata and
+    here.
 
     \b
     Example:

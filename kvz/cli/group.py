@@ -15,7 +15,7 @@ from kvz.version import __version__
 COMMANDS = {
     "capture": "Run a prompt through a model and save its KV cache.",
     "compress": "Compress a cache into an archive.",
-    "decompress": "Restore the tensors of an archive, exactly.",
+    "decompress": "Restore the tensors of an archive, exactly if its codec is lossless.",
     "verify": "Check archives from the first byte to the last.",
     "inspect": "Show what is in an archive.",
     "generate": "Go on generating from a cache, in a new process.",

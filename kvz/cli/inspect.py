@@ -24,7 +24,8 @@ def command(path: str, with_sections: bool, tags: bool, as_json: bool) -> None:
 
     Whether it is lossless, whose cache it is, its layers, and what each byte does. Only the head
     and the index are read, so this is quick for a file of any size and says nothing of damage to
-    the rest: that is what kvz verify is for.
+    the rest: that is what kvz verify is for. FILE may be a URL; then it is also said what reading
+    the archive transfers.
 
     \b
     Example:

@@ -9,6 +9,7 @@ import click
 from kvz.cli import options
 from kvz.cli.text import count, emit, emit_json, printable
 from kvz.formats.errors import SourceError
+from kvz.remote.urls import is_remote, local_path
 
 
 @click.command()
@@ -28,10 +29,12 @@ def command(files: tuple[str, ...], destination: str, overwrite: bool, as_json: 
     """
     if not destination.endswith(".safetensors"):
         raise click.UsageError(f"{destination} must end in .safetensors")
+    from kvz.files import same_file
+
     for file in files:
-        if not Path(file).is_file():
+        if not is_remote(file) and not Path(local_path(file)).is_file():
             raise SourceError(f"{file}: no such file")
-        if Path(destination).exists() and Path(file).samefile(destination):
+        if same_file(file, destination):
             raise click.UsageError(f"{file} is both a shard and the output")
     options.check_writable_later(destination, overwrite)
     from kvz.sharding import merge

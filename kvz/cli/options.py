@@ -15,6 +15,7 @@ from kvz.devices import DEFAULT_DEVICE, gpu_index
 from kvz.formats.errors import ConfigError, SourceError
 from kvz.formats.ids import CODEC_NAMES
 from kvz.formats.limits import MAX_TENSORS
+from kvz.remote.urls import is_remote, local_path, with_suffix
 
 STANDARD_STREAM = "-"
 #: Files are checked where they are opened, so that every fault of one has the same exit code.
@@ -167,7 +168,9 @@ def default_destination(source: str, destination: str | None, suffix: str) -> st
         return destination
     if source == STANDARD_STREAM:
         raise click.UsageError("name the output with -o when the input is standard input")
-    return str(Path(source).with_suffix(suffix))
+    if is_remote(source):
+        return with_suffix(source, suffix)
+    return str(Path(local_path(source)).with_suffix(suffix))
 
 
 def check_streams(source: str | None, destination: str | None) -> None:
@@ -186,9 +189,10 @@ def check_streams(source: str | None, destination: str | None) -> None:
 
 def check_writable_later(destination: str, overwrite: bool) -> None:
     """Refuse an output before the long work that it is for. Raises SourceError."""
-    if destination == STANDARD_STREAM:
+    # of an object, the upload asks at its start
+    if destination == STANDARD_STREAM or is_remote(destination):
         return
-    path = Path(destination)
+    path = Path(local_path(destination))
     if path.exists() and not overwrite:
         raise SourceError(f"{destination}: exists already; use -f to overwrite it")
     if not path.parent.is_dir():

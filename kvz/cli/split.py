@@ -9,6 +9,7 @@ import click
 from kvz.cli import options
 from kvz.cli.text import emit, emit_json, printable
 from kvz.formats.errors import SourceError
+from kvz.remote.urls import is_remote, local_path
 
 
 @click.command()
@@ -35,11 +36,13 @@ def command(file: str, shards: int, stem: str | None, as_json: bool) -> None:
     Example:
       kvz split cache.kvz --shards 2
     """
-    if not Path(file).is_file():
+    if is_remote(stem or file):
+        raise click.UsageError("shards are written to local files: begin their names with -o")
+    if not is_remote(file) and not Path(local_path(file)).is_file():
         raise SourceError(f"{file}: no such file")
     from kvz.sharding import split
 
-    begin = str(Path(file).with_suffix("")) if stem is None else stem
+    begin = local_path(stem) if stem else str(Path(local_path(file)).with_suffix(""))
     paths = [f"{begin}-{i}-of-{shards}.safetensors" for i in range(shards)]
     ranges = split(file, paths)
     if as_json:

@@ -63,7 +63,7 @@ def command(
     metadata are compared with a capture. With --model, config, RoPE, weights, dtype, tokens and
     shard must be that model's; --replay also compares numbers: to the bit where the same kernels
     run, else within rounding. --device cuda decodes on the GPU as well. All files are checked; the
-    exit code is the highest of theirs. - is standard input.
+    exit code is the highest of theirs. FILE may be a URL; - is standard input.
 
     \b
     Example:

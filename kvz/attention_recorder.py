@@ -52,8 +52,8 @@ class AttentionRecorder:
         self.num_seen[layer_idx] = self.num_seen.get(layer_idx, 0) + num_tokens
         if self.layouts[layer_idx].pairing != "unknown":
             mask = self._mask[:, self.start : self.start + num_tokens].to(query.device)
-            self.query_norms[layer_idx].add(query, mask)
-            self.key_norms[layer_idx].add(key[:, :, -num_tokens:], mask)
+            self.query_norms[layer_idx].add(query, mask, self.start)
+            self.key_norms[layer_idx].add(key[:, :, -num_tokens:], mask, self.start)
         first = max(self._first_query - self.start, 0)
         if first < num_tokens:
             # a copy: a view would keep the whole chunk alive

@@ -11,6 +11,8 @@ from kvz.formats.errors import IdentityMismatch, InvalidField, UnsupportedVersio
 
 METADATA_KEY = "kvz"
 SCHEMA_VERSION = 1
+#: Columns of the prompt that one row of a capture's pair norms is the mean of.
+PAIR_NORM_BLOCK = 1024
 
 # Far above any model of today; keeps a hostile run length from becoming an allocation.
 MAX_LAYERS = 4096

@@ -32,7 +32,8 @@ class Capture:
 
     tensors: by name, contiguous, on the CPU. `layers.{i}.key` and `layers.{i}.value`
     `[batch, kv_heads, tokens, head_dim]`, `layers.{i}.query` `[batch, q_heads, n, head_dim]`,
-    `layers.{i}.query_pair_norm` and `layers.{i}.key_pair_norm` float32 `[heads, num_pairs]`,
+    `layers.{i}.query_pair_norm` and `layers.{i}.key_pair_norm` float32
+    `[blocks, heads, num_pairs]` (means over blocks of 1,024 columns of the prompt),
     `query_positions` int64 `[n]` (columns of the prompt), `input_ids`, `attention_mask` and
     `position_ids` int64 `[batch, tokens]`, `next_token_logits` `[batch, vocab]`.
     metadata: safetensors metadata, see `kvz.capture_metadata`.

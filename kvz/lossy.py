@@ -14,7 +14,8 @@ LOSSY_KEY = "kvz.lossy"
 def lossy_codecs(head: Head) -> list[str]:
     """Names of the lossy codecs that tensors of an archive use."""
     used = {tensor.codec for tensor in head.tensors}
-    return [c.name for i, c in enumerate(head.codecs) if i in used and c.name in LOSSY_CODECS]
+    names = [c.name for i, c in enumerate(head.codecs) if i in used and c.name in LOSSY_CODECS]
+    return list(dict.fromkeys(names))
 
 
 def lossy_note(head: Head, *, anchor_only: bool = False) -> str:

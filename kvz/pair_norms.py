@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from kvz.capture_metadata import PAIR_NORM_BLOCK
+
 
 @dataclass(frozen=True, slots=True)
 class RopeLayout:
@@ -79,24 +81,40 @@ def pair_norms(x: torch.Tensor, layout: RopeLayout) -> torch.Tensor:
 
 
 class PairNormMean:
-    """Running mean of pair norms over batch and tokens, one row per head, float64."""
+    """Means of pair norms over batch and tokens, one row per head, of blocks of columns.
+
+    A block is :data:`PAIR_NORM_BLOCK` columns of the prompt. Sums are float64.
+    """
 
     def __init__(self, layout: RopeLayout) -> None:
         self.layout = layout
-        self.count = 0
-        self._sum: torch.Tensor | None = None
+        self._sums: list[torch.Tensor] = []
+        self._counts: list[int] = []
 
-    def add(self, x: torch.Tensor, mask: torch.Tensor) -> None:
-        """x: `[batch, heads, tokens, head_dim]`; mask: bool `[batch, tokens]`, True to count."""
+    def add(self, x: torch.Tensor, mask: torch.Tensor, start: int) -> None:
+        """x: `[batch, heads, tokens, head_dim]`, tokens from column `start` on. mask: bool
+        `[batch, tokens]`, True to count."""
         norms = pair_norms(x, self.layout)
         # where, not a product: a padded position may hold NaN
         norms = torch.where(mask[:, None, :, None], norms, 0.0)
-        total = norms.sum(dim=(0, 2))
-        self._sum = total if self._sum is None else self._sum + total
-        self.count += int(mask.sum())
+        end = start + x.shape[2]
+        first = start
+        while first < end:
+            block = first // PAIR_NORM_BLOCK
+            stop = min((block + 1) * PAIR_NORM_BLOCK, end)
+            own = slice(first - start, stop - start)
+            while len(self._sums) <= block:
+                self._sums.append(torch.zeros_like(norms[0, :, 0]))
+                self._counts.append(0)
+            self._sums[block] += norms[:, :, own].sum(dim=(0, 2))
+            self._counts[block] += int(mask[:, own].sum())
+            first = stop
 
     def mean(self) -> torch.Tensor:
-        """float32 `[heads, num_pairs]`, on the CPU."""
-        if self._sum is None or self.count == 0:
+        """float32 `[blocks, heads, num_pairs]`, on the CPU; zeros in a block of padding alone."""
+        if not any(self._counts):
             raise ValueError("mean of no positions")
-        return (self._sum / self.count).float().cpu()
+        means = [
+            total / max(count, 1) for total, count in zip(self._sums, self._counts, strict=True)
+        ]
+        return torch.stack(means).float().cpu()

@@ -48,7 +48,8 @@ class Section:
     residual: NDArray[np.uint8] | None = None
 
 
-def _fallback_codec() -> Codec:
+def fallback_codec() -> Codec:
+    """The codec of a tensor that the wanted one does not take."""
     from kvz.codecs.zstd import ZstdCodec
 
     return ZstdCodec()
@@ -79,7 +80,7 @@ def plan(source: TensorSource, codec: Codec, layout: Layout) -> Plan:
             shape = view_shape(tensor.shape, axis)
             chosen = codec.for_tensor(tensor.name, tensor.dtype, shape, axis)
         if chosen is None:
-            chosen, axis = _fallback_codec(), None
+            chosen, axis = fallback_codec(), None
             num_fallback_tensors += 1
         number = numbers.setdefault(_key(chosen), len(numbers))
         if number == len(stored):

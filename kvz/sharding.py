@@ -31,15 +31,16 @@ from kvz.layers.containers import container_of, tensor_name
 from kvz.source_protocol import CacheSource
 from kvz.state_reader import open_source, read_tensor
 
-# Axis of the heads by part; query heads are a multiple of the kv heads.
+# Axis of the heads by part; query heads are a multiple of the kv heads. Pair norms may have an axis
+# of blocks before it.
 _HEAD_AXES = {
     "key": 1,
     "value": 1,
     "cross_key": 1,
     "cross_value": 1,
     "query": 1,
-    "query_pair_norm": 0,
-    "key_pair_norm": 0,
+    "query_pair_norm": -2,
+    "key_pair_norm": -2,
 }
 _DIVISIBLE_KINDS = frozenset({"full", "evicted", "sliding", "static", "static_sliding", "empty"})
 
@@ -248,7 +249,7 @@ def _merged(name: str, shards: Sequence[CacheSource], names: Sequence[str]) -> t
 
 def _check_alike(name: str, parts: Sequence[torch.Tensor], names: Sequence[str], axis: int) -> None:
     def without_heads(tensor: torch.Tensor) -> list[int]:
-        return [size for i, size in enumerate(tensor.shape) if i != axis]
+        return [size for i, size in enumerate(tensor.shape) if i != axis % tensor.ndim]
 
     for part, shard_name in zip(parts, names, strict=True):
         if part.dtype != parts[0].dtype or without_heads(part) != without_heads(parts[0]):

@@ -256,7 +256,7 @@ def test_more_queries_than_tokens_are_all_tokens() -> None:
 def test_zero_queries_are_none() -> None:
     captured = capture(tiny_llama(), prompt_ids(1, 5), queries=0)
     assert not [n for n in captured.tensors if n.endswith(".query") or n == "query_positions"]
-    assert captured.tensors["layers.2.query_pair_norm"].shape == (4, 8)
+    assert captured.tensors["layers.2.query_pair_norm"].shape == (1, 4, 8)
 
 
 def test_pair_norms_are_means_over_all_unmasked_positions() -> None:
@@ -268,7 +268,7 @@ def test_pair_norms_are_means_over_all_unmasked_positions() -> None:
         for part in ("query", "key"):
             x = captured.tensors[f"layers.{layer_idx}.{part}"].numpy().astype(np.float64)
             norms = np.sqrt(x[..., :8] ** 2 + x[..., 8:] ** 2).transpose(0, 2, 1, 3)
-            stored = captured.tensors[f"layers.{layer_idx}.{part}_pair_norm"]
+            (stored,) = captured.tensors[f"layers.{layer_idx}.{part}_pair_norm"]
             assert stored.dtype == torch.float32
             # float32 rounding of a float64 mean whose sums ran in another order
             np.testing.assert_allclose(stored.numpy(), norms[keep].mean(axis=0), rtol=2e-7)
@@ -282,7 +282,7 @@ def test_key_norms_of_a_sliding_layer_cover_tokens_that_left_the_window() -> Non
     assert whole.tensors["layers.0.key"].shape[2] == 50
     keys = whole.tensors["layers.0.key"][0].double()
     expected = (keys[..., :8] ** 2 + keys[..., 8:] ** 2).sqrt().mean(dim=1)
-    stored = sliding.tensors["layers.0.key_pair_norm"].double()
+    (stored,) = sliding.tensors["layers.0.key_pair_norm"].double()
     torch.testing.assert_close(stored, expected, rtol=2e-7, atol=0)
 
 

@@ -27,9 +27,29 @@ def test_channels_without_rotation_are_pairs_of_one() -> None:
 def test_mean_counts_unmasked_positions_only() -> None:
     mean = PairNormMean(RopeLayout("half", 2))
     x = torch.tensor([[3.0, 4.0], [float("nan"), 1.0], [6.0, 8.0]])[None, None]
-    mean.add(x, torch.tensor([[True, False, True]]))
-    mean.add(torch.tensor([[0.0, 3.0]])[None, None], torch.tensor([[True]]))
-    assert mean.mean().tolist() == [[(5.0 + 10.0 + 3.0) / 3]]
+    mean.add(x, torch.tensor([[True, False, True]]), 0)
+    mean.add(torch.tensor([[0.0, 3.0]])[None, None], torch.tensor([[True]]), 3)
+    assert mean.mean().tolist() == [[[(5.0 + 10.0 + 3.0) / 3]]]
+
+
+def test_means_are_of_blocks_of_1024_columns_however_they_arrive() -> None:
+    x = torch.arange(2100.0)[None, None, :, None]
+    mask = torch.ones((1, 2100), dtype=torch.bool)
+    # 5 to 1023, 1024 to 2047, 2048 to 2099
+    mask[:, :5] = False
+    for chunk in (2100, 1000, 1024):
+        mean = PairNormMean(NO_ROPE)
+        for start in range(0, 2100, chunk):
+            own = slice(start, start + chunk)
+            mean.add(x[:, :, own], mask[:, own], start)
+        assert mean.mean().tolist() == [[[514.0]], [[1535.5]], [[2073.5]]]
+
+
+def test_block_of_padding_alone_is_zero() -> None:
+    mean = PairNormMean(NO_ROPE)
+    mask = torch.arange(1030)[None] >= 1024
+    mean.add(torch.full((1, 1, 1030, 1), 3.0), mask, 0)
+    assert mean.mean().tolist() == [[[0.0]], [[3.0]]]
 
 
 def test_mean_of_nothing_is_an_error() -> None:

@@ -54,7 +54,7 @@ def test_shards_hold_their_heads_and_merge_to_the_same_file(whole: Path, tmp_pat
     shard = read_cache(paths[1].read_bytes())
     assert shard["layers.1.key"] == ("BF16", [2, 2, 30, 8], second)
     assert shard["layers.1.query"][1] == [2, 4, 5, 8]
-    assert shard["layers.1.query_pair_norm"][1] == [4, 4]
+    assert shard["layers.1.query_pair_norm"][1] == [1, 4, 4]
     assert shard["input_ids"] == original["input_ids"]
     assert document(paths[1])["shard"] == {"kv_heads": [2, 4, 4]}
     merged = tmp_path / "m.safetensors"

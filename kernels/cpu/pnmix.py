@@ -14,15 +14,22 @@ from numpy.typing import NDArray
 
 from kvz.kernels.cpu import pnmix_loops as loops
 from kvz.kernels.cpu.flat import flatten
-from kvz.kernels.cpu.pnmix_loops import OCTET
+from kvz.kernels.cpu.pnmix_loops import (
+    OCTET,
+    Scratch,
+    ends_of_ordered,
+    flat,
+    pack_octet,
+    unpack_octet,
+)
+from kvz.kernels.cpu.pnmix_simd import BLOCK, USE_VECTORS, decode_block
 from kvz.kernels.reference import pnmix as reference
 from kvz.kernels.reference import pnmix_levels as scaling
-from kvz.kernels.reference.pnmix_levels import MAX_EXPONENT, MEAN_UNIT, Statistics
+from kvz.kernels.reference.pnmix_levels import MEAN_UNIT, Statistics
 
 U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
 F32 = NDArray[np.float32]
-_MAX_ORDERED = MAX_EXPONENT << 7
 
 
 @njit(nogil=True, cache=True)
@@ -53,38 +60,6 @@ def _class_sums(
 
 
 @njit(nogil=True, cache=True)
-def _pack_octet(
-    words, plane, plane_bytes, width, tokens, channels, low_bits, high_bits, chosen, num_chosen,
-    low, low_at, high, high_at,
-):  # fmt: skip
-    for bit in range(low_bits):
-        loops.gather_plane(words, width, tokens, bit, plane)
-        loops.copy(plane_bytes, 0, low, low_at + bit * channels, channels)
-    for bit in range(low_bits, high_bits):
-        loops.gather_plane(words, width, tokens, bit, plane)
-        for i in range(num_chosen):
-            high[high_at + i] = plane_bytes[chosen[i]]
-        high_at += num_chosen
-
-
-@njit(nogil=True, cache=True)
-def _unpack_octet(
-    words, plane, plane_bytes, width, channels, low_bits, high_bits, chosen, num_chosen, low,
-    low_at, high, high_at,
-):  # fmt: skip
-    for bit in range(low_bits):
-        loops.copy(low, low_at + bit * channels, plane_bytes, 0, channels)
-        loops.spread_plane(plane, width, bit, words)
-    if num_chosen and high_bits > low_bits:
-        loops.fill(plane_bytes, 0, channels)
-    for bit in range(low_bits, high_bits if num_chosen else low_bits):
-        for i in range(num_chosen):
-            plane_bytes[chosen[i]] = high[high_at + i]
-        loops.spread_plane(plane, width, bit, words)
-        high_at += num_chosen
-
-
-@njit(nogil=True, cache=True)
 def _encode_keys(
     data, stride, outer, tokens, channels, group_tokens, low_bits, high_bits, flags, start,
     inverse, last, middle, by_middle, chosen, num_chosen, words, codes, plane, plane_bytes, width,
@@ -112,7 +87,7 @@ def _encode_keys(
                             last[head], middle, by_middle[head], group * channels, codes,
                             (t - token) * width,
                         )  # fmt: skip
-                    _pack_octet(
+                    pack_octet(
                         words, plane, plane_bytes, width, end - token, channels, low_bits,
                         high_bits, chosen[head], count, low, low_at, high, high_at,
                     )  # fmt: skip
@@ -122,13 +97,37 @@ def _encode_keys(
 
 
 @njit(nogil=True, cache=True)
+def _decode_octet(
+    low, low_at, high, high_at, spread, chosen, num_chosen, start, step, scale_at, data, data_at,
+    channels, low_bits, high_bits,
+):  # fmt: skip
+    """The same for 8 tokens, 32 channels at a time. ``spread`` holds zeros in other channels."""
+    for bit in range(high_bits - low_bits):
+        loops.scatter(
+            high, high_at + bit * num_chosen, chosen, num_chosen, spread, bit * channels
+        )  # fmt: skip
+    done = 0
+    while done < channels:
+        # the last block may overlap the one before
+        column = min(done, channels - BLOCK)
+        decode_block(
+            low, low_at, low_bits, spread, high_bits, column, start, step, scale_at, data, data_at,
+            channels,
+        )  # fmt: skip
+        done = column + BLOCK
+
+
+@njit(nogil=True, cache=True)
 def _decode_keys(
     low, high, flags, raw, start, step, chosen, num_chosen, words, codes, plane, plane_bytes,
-    width, data, stride, outer, tokens, channels, group_tokens, low_bits, high_bits,
+    width, spread, data, stride, outer, tokens, channels, group_tokens, low_bits, high_bits,
+    vector,
 ):  # fmt: skip
     group, low_at, high_at, raw_at = 0, 0, 0, 0
+    in_blocks = vector and channels >= BLOCK
     for head in range(outer):
         count = num_chosen[head]
+        loops.fill(spread, 0, spread.size)
         for first in range(0, tokens, group_tokens):
             group_end = min(first + group_tokens, tokens)
             if flags[group]:
@@ -136,12 +135,19 @@ def _decode_keys(
                 loops.copy(raw, raw_at, data, head * stride + first * channels, size)
                 raw_at += size
             for token in range(first, group_end, OCTET):
-                if not flags[group]:
-                    _unpack_octet(
+                end = min(token + OCTET, group_end)
+                if in_blocks and end - token == OCTET and not flags[group]:
+                    _decode_octet(
+                        low, low_at, high, high_at, spread, chosen[head], count, start, step,
+                        group * channels, data, head * stride + token * channels, channels,
+                        low_bits, high_bits,
+                    )  # fmt: skip
+                elif not flags[group]:
+                    unpack_octet(
                         words, plane, plane_bytes, width, channels, low_bits, high_bits,
                         chosen[head], count, low, low_at, high, high_at,
                     )  # fmt: skip
-                    for t in range(token, min(token + OCTET, group_end)):
+                    for t in range(token, end):
                         loops.dequantize(
                             codes, (t - token) * width, channels, start, step, group * channels,
                             data, head * stride + t * channels,
@@ -151,29 +157,10 @@ def _decode_keys(
             group += 1
 
 
-class _Scratch:
-    """Codes and one plane of an octet, as bytes and as words; zero beyond the channels."""
-
-    def __init__(self, channels: int) -> None:
-        self.width = -(-channels // 8) * 8
-        words = self.width // 8
-        self.words = np.zeros(OCTET * words, np.uint64)
-        self.plane = np.zeros(words, np.uint64)
-
-    def arguments(self) -> dict[str, Any]:
-        return {
-            "words": self.words,
-            "codes": self.words.view(np.uint8),
-            "plane": self.plane,
-            "plane_bytes": self.plane.view(np.uint8),
-            "width": self.width,
-        }
-
-
-def _chosen(salient: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _chosen(salient: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """Numbers of the salient channels of each outer index, and how many they are."""
     order = np.argsort(~salient, axis=1, kind="stable")
-    return order.astype(np.int32), salient.sum(axis=1, dtype=np.int32)
+    return order.astype(np.uint32), salient.sum(axis=1, dtype=np.int64)
 
 
 def encode_keys(
@@ -202,7 +189,7 @@ def encode_keys(
     data, stride = flatten(chunk)
     where = (data, stride, outer, tokens, channels, group_tokens)
     bits = np.where(salient, high_bits, low_bits)
-    found = _statistics(where, flags, np.any(bits == 1) and rule == "best")
+    found = _statistics(where, flags, rule == "best" and bool((bits == 1).any()))
     grid: scaling.Grid = scaling.HalfGrid()
     if page_groups is not None:
         _find_pages(found, flags, page_groups, pages)
@@ -216,23 +203,12 @@ def encode_keys(
     chosen, num_chosen = _chosen(salient)
     return int(
         _encode_keys(
-            *where,
-            low_bits=low_bits,
-            high_bits=high_bits,
-            flags=flags.reshape(-1),
-            start=levels.start.reshape(-1),
-            inverse=scaling.inverse(levels.step).reshape(-1),
-            last=((1 << bits) - 1).astype(np.float32),
-            middle=scaling.middle(found.low, found.high).reshape(-1),
-            by_middle=(bits == 1) & (rule == "best"),
-            chosen=chosen,
-            num_chosen=num_chosen,
-            low=low.reshape(-1),
-            high=high,
-            raw=raw,
-            **_Scratch(channels).arguments(),
+            *where, low_bits, high_bits, flags.reshape(-1), levels.start.reshape(-1),
+            scaling.inverse(levels.step).reshape(-1), ((1 << bits) - 1).astype(np.float32),
+            scaling.middle(found.low, found.high).reshape(-1), (bits == 1) & (rule == "best"),
+            chosen, num_chosen, *Scratch(channels).arrays(), low.reshape(-1), high, raw,
         )
-    )
+    )  # fmt: skip
 
 
 def _statistics(where: tuple[Any, ...], flags: U8, with_means: bool) -> Statistics:
@@ -241,17 +217,14 @@ def _statistics(where: tuple[Any, ...], flags: U8, with_means: bool) -> Statisti
     shape = (*flags.shape, channels)
     ordered = np.empty((2, *shape), np.int16)
     _ranges(*where, ordered[0].reshape(-1), ordered[1].reshape(-1))
-    marked = (ordered[0] < -_MAX_ORDERED) | (ordered[1] >= _MAX_ORDERED)
+    low, high, marked = ends_of_ordered(ordered)
     flags[...] = marked.any(axis=2)
-    ordered[:, flags.astype(bool)] = 0
-    bits = np.where(ordered < 0, ordered ^ 0x7FFF, ordered).view(np.uint16)
-    # adding +0 makes -0 +0
-    low, high = reference.to_float(bits) + np.float32(0)
+    low, high = (np.where(flags[:, :, None], np.float32(0), ends) for ends in (low, high))
     if not with_means:
         return Statistics(low, high, low, high)
     middle = scaling.middle(low, high)
     total, above = np.zeros((2, *shape))
-    count = np.zeros(shape, np.int64)
+    count = np.zeros(shape, np.int32)
     _class_sums(
         *where,
         flags.reshape(-1),
@@ -305,22 +278,10 @@ def decode_keys(
         bits = np.where(salient, high_bits, low_bits)[:, None]
         start, step = reference.page_scales(scales, pages, bits, page_groups)
     chosen, num_chosen = _chosen(salient)
+    spread = np.empty((high_bits - low_bits) * channels, np.uint8)
+    vector = USE_VECTORS and bool(np.isfinite(start).all() and np.isfinite(step).all())
     _decode_keys(
-        low=low.reshape(-1),
-        high=high,
-        flags=flags.reshape(-1),
-        raw=raw,
-        start=start.reshape(-1),
-        step=step.reshape(-1),
-        chosen=chosen,
-        num_chosen=num_chosen,
-        data=data,
-        stride=stride,
-        outer=outer,
-        tokens=tokens,
-        channels=channels,
-        group_tokens=group_tokens,
-        low_bits=low_bits,
-        high_bits=high_bits,
-        **_Scratch(channels).arguments(),
-    )
+        low.reshape(-1), high, flags.reshape(-1), raw, flat(start), flat(step), chosen,
+        num_chosen, *Scratch(channels).arrays(), spread, data, stride, outer, tokens, channels,
+        group_tokens, low_bits, high_bits, vector,
+    )  # fmt: skip

@@ -1,118 +1,209 @@
-"""The loops of PN-Mix, over all channels at a time so that they become vectors.
+"""The loops of PN-Mix, over all channels at a time.
 
+Indices are unsigned, without which the compiler would make no vectors of them.
 Positions in flat arrays end in ``_at``. Arrays of codes hold one byte for each token of an octet
 and channel, and are read as 64-bit words, too: ``width`` bytes a token, a multiple of 8.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import float32, float64, int32, njit, uint8, uint64
+from numpy.typing import NDArray
 
 from kvz.kernels.cpu.floats import bf16_to_float, float_to_bf16, order_bf16
+from kvz.kernels.reference import pnmix as reference
+from kvz.kernels.reference.pnmix_levels import MAX_EXPONENT
 
 OCTET = 8
+_MAX_ORDERED = MAX_EXPONENT << 7
 _LOWEST_BITS = uint64(0x0101010101010101)
 
 
 @njit(nogil=True, cache=True)
 def group_range(data, data_at, tokens, channels, low, high, at):
     """Ordered least and greatest element of each channel."""
-    for c in range(channels):
-        low[at + c] = 0x7FFF
-        high[at + c] = -0x8000
+    count, first, row = uint64(channels), uint64(at), uint64(data_at)
+    for c in range(count):
+        low[first + c] = 0x7FFF
+        high[first + c] = -0x8000
     for _ in range(tokens):
-        for c in range(channels):
-            ordered = order_bf16(data[data_at + c])
-            low[at + c] = min(low[at + c], ordered)
-            high[at + c] = max(high[at + c], ordered)
-        data_at += channels
+        for c in range(count):
+            ordered = order_bf16(data[row + c])
+            low[first + c] = min(low[first + c], ordered)
+            high[first + c] = max(high[first + c], ordered)
+        row += count
 
 
 @njit(nogil=True, cache=True)
-def class_sums(data, data_at, tokens, channels, unit, middle, total, above, count, at):
-    """Sums in parts of ``unit`` of all elements and of those above ``middle``, whose number is
-    ``count``."""
-    for c in range(at, at + channels):
-        total[c], above[c], count[c] = 0.0, 0.0, 0
+def class_sums(data, data_at, tokens, channels, unit, middle, total, above, num_above, at):
+    """Sums in parts of ``1 / unit`` of all elements and of those above ``middle``, and their
+    number. All three must be zero."""
+    count, first, row = uint64(channels), uint64(at), uint64(data_at)
     for _ in range(tokens):
-        for c in range(channels):
-            value = bf16_to_float(data[data_at + c])
+        for c in range(count):
+            value = bf16_to_float(data[row + c])
             units = float64(np.rint(value * unit))
-            is_above = value > middle[at + c]
-            total[at + c] += units
-            above[at + c] += units if is_above else 0.0
-            count[at + c] += is_above
-        data_at += channels
+            is_above = value > middle[first + c]
+            total[first + c] += units
+            above[first + c] += units if is_above else 0.0
+            num_above[first + c] += int32(is_above)
+        row += count
 
 
 @njit(nogil=True, cache=True)
 def quantize(data, data_at, channels, start, inverse, last, middle, by_middle, at, codes, codes_at):
     """Codes of one token; scales of each channel."""
-    for c in range(channels):
-        value = bf16_to_float(data[data_at + c])
-        nearest = np.rint((value - start[at + c]) * inverse[at + c])
+    first, row, target = uint64(at), uint64(data_at), uint64(codes_at)
+    for c in range(uint64(channels)):
+        value = bf16_to_float(data[row + c])
+        nearest = np.rint((value - start[first + c]) * inverse[first + c])
         nearest = min(max(nearest, float32(0)), last[c])
-        is_above = float32(value > middle[at + c])
-        codes[codes_at + c] = uint8(int32(is_above if by_middle[c] else nearest))
+        is_above = float32(1) if value > middle[first + c] else float32(0)
+        codes[target + c] = uint8(int32(is_above if by_middle[c] else nearest))
 
 
 @njit(nogil=True, cache=True)
 def quantize_row(data, data_at, channels, start, inverse, last, codes, codes_at):
     """Codes of some channels of one token that share their scales."""
-    for c in range(channels):
-        value = bf16_to_float(data[data_at + c])
+    row, target = uint64(data_at), uint64(codes_at)
+    for c in range(uint64(channels)):
+        value = bf16_to_float(data[row + c])
         nearest = np.rint((value - start) * inverse)
-        codes[codes_at + c] = uint8(int32(min(max(nearest, float32(0)), last)))
+        codes[target + c] = uint8(int32(min(max(nearest, float32(0)), last)))
 
 
 @njit(nogil=True, cache=True)
 def dequantize(codes, codes_at, channels, start, step, at, data, data_at):
     """Values of one token; scales of each channel."""
-    for c in range(channels):
-        value = start[at + c] + step[at + c] * float32(codes[codes_at + c])
-        data[data_at + c] = float_to_bf16(value)
+    first, row, source = uint64(at), uint64(data_at), uint64(codes_at)
+    for c in range(uint64(channels)):
+        value = start[first + c] + step[first + c] * float32(int32(codes[source + c]))
+        data[row + c] = float_to_bf16(value)
 
 
 @njit(nogil=True, cache=True)
 def dequantize_row(codes, codes_at, channels, start, step, data, data_at):
     """Values of some channels of one token that share their scales."""
-    for c in range(channels):
-        value = start + step * float32(codes[codes_at + c])
-        data[data_at + c] = float_to_bf16(value)
+    row, source = uint64(data_at), uint64(codes_at)
+    for c in range(uint64(channels)):
+        value = start + step * float32(int32(codes[source + c]))
+        data[row + c] = float_to_bf16(value)
 
 
 @njit(nogil=True, cache=True)
 def gather_plane(codes, width, tokens, bit, plane):
     """Bit ``bit`` of the codes of an octet: bit t of a byte belongs to token t."""
-    words = width >> 3
+    words = uint64(width) >> uint64(3)
     for w in range(words):
         plane[w] = uint64(0)
-    for t in range(tokens):
+    for t in range(uint64(tokens)):
         for w in range(words):
             bits = (codes[t * words + w] >> uint64(bit)) & _LOWEST_BITS
-            plane[w] |= bits << uint64(t)
+            plane[w] |= bits << t
 
 
 @njit(nogil=True, cache=True)
 def spread_plane(plane, width, bit, codes):
     """Inverse of :func:`gather_plane`: sets a bit of 8 tokens' codes, and if it is the first one
     clears the others."""
-    words = width >> 3
-    for t in range(OCTET):
+    words = uint64(width) >> uint64(3)
+    for t in range(uint64(OCTET)):
         for w in range(words):
-            bits = ((plane[w] >> uint64(t)) & _LOWEST_BITS) << uint64(bit)
+            bits = ((plane[w] >> t) & _LOWEST_BITS) << uint64(bit)
             before = codes[t * words + w] if bit else uint64(0)
             codes[t * words + w] = before | bits
 
 
 @njit(nogil=True, cache=True)
 def copy(source, source_at, target, target_at, count):
-    for i in range(count):
-        target[target_at + i] = source[source_at + i]
+    first, to = uint64(source_at), uint64(target_at)
+    for i in range(uint64(count)):
+        target[to + i] = source[first + i]
 
 
 @njit(nogil=True, cache=True)
 def fill(target, target_at, count):
-    for i in range(count):
-        target[target_at + i] = 0
+    """Zeros."""
+    first = uint64(target_at)
+    for i in range(uint64(count)):
+        target[first + i] = 0
+
+
+@njit(nogil=True, cache=True)
+def gather(source, chosen, num_chosen, target, target_at):
+    first = uint64(target_at)
+    for i in range(uint64(num_chosen)):
+        target[first + i] = source[uint64(chosen[i])]
+
+
+@njit(nogil=True, cache=True)
+def scatter(source, source_at, chosen, num_chosen, target, target_at):
+    first, to = uint64(source_at), uint64(target_at)
+    for i in range(uint64(num_chosen)):
+        target[to + uint64(chosen[i])] = source[first + i]
+
+
+@njit(nogil=True, cache=True)
+def pack_octet(
+    words, plane, plane_bytes, width, tokens, channels, low_bits, high_bits, chosen, num_chosen,
+    low, low_at, high, high_at,
+):  # fmt: skip
+    """Planes of an octet's codes: low ones of all channels, high ones of the ``chosen``."""
+    for bit in range(low_bits):
+        gather_plane(words, width, tokens, bit, plane)
+        copy(plane_bytes, 0, low, low_at + bit * channels, channels)
+    for bit in range(low_bits, high_bits):
+        gather_plane(words, width, tokens, bit, plane)
+        gather(plane_bytes, chosen, num_chosen, high, high_at)
+        high_at += num_chosen
+
+
+@njit(nogil=True, cache=True)
+def unpack_octet(
+    words, plane, plane_bytes, width, channels, low_bits, high_bits, chosen, num_chosen, low,
+    low_at, high, high_at,
+):  # fmt: skip
+    """Inverse of :func:`pack_octet`."""
+    for bit in range(low_bits):
+        copy(low, low_at + bit * channels, plane_bytes, 0, channels)
+        spread_plane(plane, width, bit, words)
+    if num_chosen and high_bits > low_bits:
+        fill(plane_bytes, 0, channels)
+    for bit in range(low_bits, high_bits if num_chosen else low_bits):
+        scatter(high, high_at, chosen, num_chosen, plane_bytes, 0)
+        spread_plane(plane, width, bit, words)
+        high_at += num_chosen
+
+
+class Scratch:
+    """Codes and one plane of an octet; zero beyond the channels."""
+
+    def __init__(self, channels: int) -> None:
+        self.width = -(-channels // 8) * 8
+        self.words = np.zeros(OCTET * self.width // 8, np.uint64)
+        self.plane = np.zeros(self.width // 8, np.uint64)
+
+    def arrays(self) -> tuple[Any, ...]:
+        """``words``, ``codes`` (the same as bytes), ``plane``, ``plane_bytes``, ``width``."""
+        words, plane = self.words, self.plane
+        return words, words.view(np.uint8), plane, plane.view(np.uint8), self.width
+
+
+def flat(scales: NDArray[np.float32]) -> NDArray[np.float32]:
+    """One after the other in memory: explicit vectors know no strides."""
+    return np.ascontiguousarray(scales).reshape(-1)
+
+
+def ends_of_ordered(
+    ordered: NDArray[np.int16],
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.bool_]]:
+    """Least and greatest elements from ordered ones int16[2, ...], and which cannot be coded."""
+    marked = (ordered[0] < -_MAX_ORDERED) | (ordered[1] >= _MAX_ORDERED)
+    bits = np.where(ordered < 0, ordered ^ 0x7FFF, ordered).view(np.uint16)
+    with np.errstate(invalid="ignore"):
+        # adding +0 makes -0 +0
+        low, high = reference.to_float(bits) + np.float32(0)
+    return low, high, marked

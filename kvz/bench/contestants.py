@@ -32,7 +32,7 @@ Job = Callable[[int], None]
 MEMCPY = "memcpy"
 _RAW = RawCodec()
 #: A lossy codec that is further from its input is broken; 4-bit codes are at 0.005.
-_MAX_LOSS = 0.5
+MAX_LOSS = 0.5
 
 
 class Jobs(NamedTuple):
@@ -124,7 +124,7 @@ class CodecContestant:
         if self._digest is None:
             self._digest = digest
             error = work.relative_error()
-            return None if error < _MAX_LOSS else f"its input: relative error {error:.2g}"
+            return None if error < MAX_LOSS else f"its input: relative error {error:.2g}"
         return None if digest == self._digest else "the values of the first round"
 
 
@@ -155,7 +155,7 @@ class _CodecRun:
     """State of a codec between calibration, encoding and decoding of one workload."""
 
     def __init__(self, codec: Codec, work: Workload, *, anchor_only: bool) -> None:
-        self._codec = codec
+        self._codecs = work.codecs(codec)
         self._anchor_only = anchor_only
         self._work = work
         self._prepared: list[Any] = [None] * len(work.tensors)
@@ -163,16 +163,16 @@ class _CodecRun:
 
     def calibrate(self, tensor: int, worker: int) -> None:
         entry = self._work.entries[tensor]
-        tokens = entry.view_shape[1]
+        codec, tokens = self._codecs[tensor], entry.view_shape[1]
         codebook = b""
-        if self._codec.needs_codebook:
+        if codec.needs_codebook:
             reader = ArrayReader(self._work.tensors[tensor], entry.view_shape)
-            codebook = self._codec.calibrate(read_sample(reader, entry), tokens)
-        self._prepared[tensor] = self._codec.prepare(codebook, entry.dtype, entry.view_shape)
+            codebook = codec.calibrate(read_sample(reader, entry), tokens)
+        self._prepared[tensor] = codec.prepare(codebook, entry.dtype, entry.view_shape)
 
     def encode(self, number: int, worker: int) -> None:
         chunk = self._work.chunks[number]
-        codec, prepared = self._codec, self._prepared[chunk.tensor]
+        codec, prepared = self._codecs[chunk.tensor], self._prepared[chunk.tensor]
         length = total = codec.encode(chunk.source, prepared, chunk.slot, chunk.start)
         if is_progressive(codec):
             total = residual_offset(length) + codec.residual_nbytes(chunk.source.shape)
@@ -182,7 +182,8 @@ class _CodecRun:
         self._lengths[number] = length if self._anchor_only else total
 
     def decode(self, number: int, worker: int) -> None:
-        chunk, codec = self._work.chunks[number], self._codec
+        chunk = self._work.chunks[number]
+        codec = self._codecs[chunk.tensor]
         payload = chunk.slot[: self._lengths[number]]
         prepared = self._prepared[chunk.tensor]
         if payload.size == chunk.target.nbytes:

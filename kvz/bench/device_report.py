@@ -18,13 +18,14 @@ _NAME_WIDTH = 30
 
 _NOTES = (
     "Tensors are copies of the capture's (short ones repeated along tokens), one after the other "
-    "in device memory. ratio: bytes of the tensors / bytes of their payloads. GB/s: 10^9 "
+    "in device memory. ratio: bytes of the tensors / bytes of their payloads ('anchors': of the "
+    "anchors, which alone are decoded). GB/s: 10^9 "
     "uncompressed bytes per second, median and slowest-fastest over the rounds, by CUDA events "
     "around the replay of a CUDA graph ('no graph': around the launches), with the cache emptied "
     "before. /roof: median / (copy / (1 + 1 / ratio)), the speed at which each byte is read or "
     "written once. nvCOMP's ANS gets the exponents alone: its GB/s count these, splitting and "
     "joining are not timed, its ratio is that of the whole. Every decoded element of every round "
-    "was compared with the input."
+    "was compared with the input; of a lossy codec, with the first round, and that with the input."
 )
 
 

@@ -43,7 +43,7 @@ class DeviceSpeed:
 
 @dataclass(frozen=True, slots=True)
 class DeviceContestantResult:
-    """``ratio``: bytes of the tensors / bytes stored for them (codebooks not counted).
+    """``ratio``: bytes of the tensors / bytes decoded for them (codebooks not counted).
 
     ``counted_nbytes`` are those that the speeds count: all of the tensors', or those of the plane
     that a baseline is given. ``graph``: timed as the replay of a CUDA graph.

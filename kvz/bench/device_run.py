@@ -45,7 +45,7 @@ from kvz.gpu.device_codec import max_payload_nbytes
 from kvz.layout import Layout
 from kvz.safetensors_io import SafetensorsFile
 
-DEFAULT_DEVICE_CODECS = ("gaac:windows=2/3/4", "gaac:windows=3/4", "splitzip")
+DEFAULT_DEVICE_CODECS = ("gaac:windows=2/3/4", "gaac:windows=3/4", "splitzip", "lynx")
 DEFAULT_SIZES = (512 << 20, 2 << 30)
 #: The launch-bound case: keys and values of this many layers, this many bytes each.
 NUM_LAYERS = 64
@@ -116,8 +116,9 @@ class _CaptureBench:
             given = (spec, work, codebooks[spec.label], payloads)
             contestants.append(DeviceCodecContestant(*given))
             if eager:
-                without = DeviceCodecContestant(*given, graph=False, suffix=", no graph")
-                contestants.append(without)
+                contestants.append(DeviceCodecContestant(*given, graph=False))
+            if spec.codec.is_progressive:
+                contestants.append(DeviceCodecContestant(*given, anchor_only=True))
         turns = [Turns(c, self._timer, work.name) for c in [*contestants, *baselines]]
         for number in range(self._plan.rounds + 1):
             for turn in rotated(turns, number):
@@ -145,7 +146,7 @@ class _CaptureBench:
             graph=contestant.graph and not self._device.interpreted,
             # the first round is a warm-up
             encode=DeviceSpeed.of(turns.encode_s[1:], counted, stored, copy),
-            decode=DeviceSpeed.of(turns.decode_s[1:], counted, stored, copy),
+            decode=DeviceSpeed.of(turns.decode_s[1:], counted, contestant.read_nbytes(), copy),
         )
 
 

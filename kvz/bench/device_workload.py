@@ -115,10 +115,26 @@ class DeviceWorkload:
 
     def is_restored(self) -> bool:
         """Whether every output element equals its input. Waits for the device."""
+        return self.equals(self.tensors)
+
+    def equals(self, expected: Sequence[torch.Tensor]) -> bool:
+        """Whether every output element is as ``expected``. Waits for the device."""
         return all(
             torch.equal(tensor.view(torch.int16), output.view(torch.int16))
-            for tensor, output in zip(self.tensors, self.outputs, strict=True)
+            for tensor, output in zip(expected, self.outputs, strict=True)
         )
+
+    def relative_error(self) -> float:
+        """Squared error of an output as a part of its tensor's squares: that of the worst.
+
+        For finite tensors. Waits for the device.
+        """
+        worst = 0.0
+        for tensor, output in zip(self.tensors, self.outputs, strict=True):
+            error = (output.float() - tensor.float()).square_().sum(dtype=torch.float64)
+            total = tensor.float().square_().sum(dtype=torch.float64)
+            worst = max(worst, float(error / total) if total else float(error))
+        return worst
 
 
 def repeated(base: BaseTensors, nbytes: int, name: str) -> DeviceWorkload:

@@ -74,6 +74,9 @@ class NvcompContestant:
         """Bytes of the encoded buffer. Waits for the device."""
         return int(self._encoded.buffer_size)
 
+    def read_nbytes(self) -> int:
+        return self.stored_nbytes()
+
     def ratio(self) -> float:
         return self._original_nbytes / (
             self._original_nbytes - self.counted_nbytes + self.stored_nbytes()

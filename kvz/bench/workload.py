@@ -19,7 +19,7 @@ from kvz.codecs.raw import RawCodec
 from kvz.formats.errors import ConfigError
 from kvz.formats.head import TensorEntry
 from kvz.layout import Layout
-from kvz.planning import plan
+from kvz.planning import fallback_codec, plan
 from kvz.safetensors_io import SafetensorsFile
 
 #: The only dtype whose speed is measured: the one that the fast codecs take.
@@ -106,6 +106,7 @@ class Workload:
     ) -> None:
         self.name = source.name
         self.entries = list(entries)
+        self._source = source
         self.tensors: list[U16] = [
             source.read_tensor(entry.name).reshape(entry.view_shape) for entry in entries
         ]
@@ -117,9 +118,22 @@ class Workload:
         """Uncompressed bytes: what every speed is counted in."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def codecs(self, codec: Codec) -> list[Codec]:
+        """The codec of each tensor where ``codec`` stores the capture."""
+        bound = codec.for_source(self._source)
+        chosen = (
+            bound.for_tensor(entry.name, entry.dtype, entry.view_shape, entry.token_axis)
+            for entry in self.entries
+        )
+        return [own or fallback_codec() for own in chosen]
+
     def _chunks(self, codecs: Sequence[Codec]) -> list[WorkChunk]:
         numbers = [(t, c) for t, e in enumerate(self.entries) for c in range(e.num_chunks)]
-        sizes = [_slot_nbytes(self.entries[t].chunk_shape(c), codecs) for t, c in numbers]
+        by_tensor = list(zip(*(self.codecs(codec) for codec in codecs), strict=True))
+        sizes = [
+            _slot_nbytes(self.entries[t].chunk_shape(c), by_tensor[t] if codecs else ())
+            for t, c in numbers
+        ]
         ends = np.cumsum(sizes)
         # one allocation, so that large pages back it; only what is written becomes resident
         arena = np.empty(int(ends[-1]) + _SLOT_ALIGNMENT, np.uint8)

@@ -8,12 +8,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvz.codecs.base import U8, Chunk, Shape, WholeChunks
+from kvz.codecs.base import U8, Chunk, Shape
 from kvz.formats.codecs import pnmix as layout
 from kvz.formats.codecs.pnmix import Geometry, KeyConfig, Mask, ValueConfig
 from kvz.formats.codecs.spans import STREAM_ALIGNMENT, Span, clear_gaps, place
 
-C = TypeVar("C", KeyConfig, ValueConfig)
+C = TypeVar("C", bound=KeyConfig | ValueConfig)
 Arrays = dict[str, NDArray[Any]]
 _NUM_STREAMS = 7
 
@@ -29,15 +29,18 @@ class Prepared(NamedTuple):
         return 0 if self.salient is None else int(self.salient.sum())
 
 
-class PnmixChunks(WholeChunks, Generic[C]):
+class PnmixChunks(Generic[C]):
     """Chunks are exact tokens, coded groups of tokens, and exact tokens again."""
 
     name = "pnmix"
-    config: C
+    is_progressive = False
+
+    def __init__(self, config: C) -> None:
+        self.config: C = config
 
     @property
-    def chunk_step(self) -> int:  # type: ignore[override]
-        raise NotImplementedError
+    def chunk_step(self) -> int:
+        return layout.chunk_step(self.config)
 
     def config_dict(self) -> dict[str, Any]:
         return self.config.to_dict()
@@ -58,17 +61,17 @@ class PnmixChunks(WholeChunks, Generic[C]):
         fixed = self._fixed(geometry, prepared.num_high)
         arrays = self._arrays(buffer, fixed, geometry)
         first, coded = geometry.first, geometry.coded
-        arrays["exact"][:, :first] = chunk[:, :first]
-        arrays["exact"][:, first:] = chunk[:, first + coded :]
+        exact = arrays.pop("exact")
+        exact[:, :first] = chunk[:, :first]
+        exact[:, first:] = chunk[:, first + coded :]
         num_raw = 0
         if coded:
             (raw,) = place([("raw", 2 * chunk[:, :coded].size)], fixed[-1].end)
             arrays["raw"] = buffer[raw.offset : raw.end].view(np.uint16)
-            del arrays["exact"]
             num_raw = self._encode(chunk[:, first : first + coded], prepared, arrays)
-        spans = (*fixed, *place([("raw", 2 * num_raw)], fixed[-1].end))
-        clear_gaps(buffer, spans)
-        return spans[-1].end
+        (raw,) = place([("raw", 2 * num_raw)], fixed[-1].end)
+        clear_gaps(buffer, [*fixed, raw])
+        return raw.end
 
     def decode(self, payload: U8, prepared: Prepared, out: Chunk, start: int) -> None:
         """Raises InvalidField."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvz.codecs.base import Chunk, Shape
+from kvz.codecs.base import Chunk, ForAllSources, Shape
 from kvz.codecs.pnmix_chunks import Arrays, PnmixChunks, Prepared
 from kvz.formats.codecs import pnmix as layout
 from kvz.formats.codecs.pnmix import Geometry, ValueConfig
@@ -13,17 +13,10 @@ from kvz.formats.codecs.spans import Span
 # kernels are imported where they run: configuration and sizes do without numba
 
 
-class PnmixValueCodec(PnmixChunks[ValueConfig]):
+class PnmixValueCodec(PnmixChunks[ValueConfig], ForAllSources):
     """Uniform codes for each token and group of channels; lossy."""
 
     needs_codebook = False
-
-    def __init__(self, config: ValueConfig) -> None:
-        self.config = config
-
-    @property
-    def chunk_step(self) -> int:  # type: ignore[override]
-        return layout.chunk_step(self.config)
 
     def calibrate(self, sample: Chunk, num_tokens: int) -> bytes:
         return b""
@@ -43,7 +36,7 @@ class PnmixValueCodec(PnmixChunks[ValueConfig]):
         arrays["codes"] = arrays["codes"].reshape(shape)
 
     def _encode(self, chunk: Chunk, prepared: Prepared, arrays: Arrays) -> int:
-        from kvz.kernels.cpu import pnmix as kernels
+        from kvz.kernels.cpu import pnmix_values as kernels
 
         config = self.config
         return kernels.encode_values(
@@ -55,7 +48,7 @@ class PnmixValueCodec(PnmixChunks[ValueConfig]):
         )
 
     def _decode(self, arrays: Arrays, prepared: Prepared, out: Chunk) -> None:
-        from kvz.kernels.cpu import pnmix as kernels
+        from kvz.kernels.cpu import pnmix_values as kernels
 
         config = self.config
         kernels.decode_values(

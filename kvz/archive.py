@@ -124,7 +124,7 @@ class Archive:
         start, stop = token_range(tokens, entry)
         out = np.empty((outer, stop - start, inner), f"u{entry.itemsize}")
         first = start // entry.chunk_tokens
-        chunks = range(first, first if stop == start else -(-stop // entry.chunk_tokens))
+        chunks = range(first, -(-stop // entry.chunk_tokens) if out.size else first)
         self._announce(((index, chunk) for chunk in chunks), anchor_only)
         for chunk in chunks:
             begin, end = entry.chunk_range(chunk)

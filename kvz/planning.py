@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -73,23 +73,26 @@ def plan(source: TensorSource, codec: Codec, layout: Layout) -> Plan:
     numbers = {_key(codec): 0}
     stored = [CodecEntry(codec.name, codec.config_dict())]
     tensors, codecs, num_fallback_tensors = [], [], 0
-    for tensor in source.header.tensors:
-        axis = layout.token_axis(tensor)
+    for given in source.header.tensors:
+        axis = layout.token_axis(given)
         chosen = None
-        if _may_lose(codec, tensor.name, layout):
-            shape = view_shape(tensor.shape, axis)
-            chosen = codec.for_tensor(tensor.name, tensor.dtype, shape, axis)
+        if _may_lose(codec, given.name, layout):
+            shape = view_shape(given.shape, axis)
+            chosen = codec.for_tensor(given.name, given.dtype, shape, axis)
         if chosen is None:
             chosen, axis = fallback_codec(), None
             num_fallback_tensors += 1
         number = numbers.setdefault(_key(chosen), len(numbers))
         if number == len(stored):
             stored.append(CodecEntry(chosen.name, chosen.config_dict()))
-        step = chunk_tokens(tensor, axis, chosen.chunk_step)
-        tensors.append(TensorEntry(tensor.name, tensor.dtype, tensor.shape, axis, step, number))
+        step = chunk_tokens(given, axis, chosen.chunk_step)
+        tensors.append(TensorEntry(given.name, given.dtype, given.shape, axis, step, number))
         codecs.append(chosen)
-    for entry in tensors:
-        entry.check(len(stored))
+    if any(entry.name == codec.name for entry in stored[1:]) and all(t.codec for t in tensors):
+        # each tensor got a codec of its own making: the one that made them stores nothing
+        stored, tensors = stored[1:], [replace(t, codec=t.codec - 1) for t in tensors]
+    for tensor in tensors:
+        tensor.check(len(stored))
     head = Head(tuple(stored), tuple(tensors), source.header.metadata, f"kvz {__version__}")
     return Plan(head, tuple(codecs), num_fallback_tensors)
 

@@ -687,3 +687,13 @@ def test_input_as_output_is_refused(source: Path, archive: Path, tmp_path: Path)
 def test_output_in_a_missing_folder_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="no such folder"):
         kvz.compress(source, tmp_path / "missing" / "out", threads=1)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (1, 2, 3, 0), (1, 2, 0, 4)])
+def test_tensor_without_elements_reads_as_empty(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    path = tmp_path / "empty.kvz"
+    kvz.compress({"layers.0.key": np.empty(shape, np.float32)}, path)
+    kvz.verify(path)
+    with kvz.open(path) as archive:
+        assert archive.read_tensor("layers.0.key").shape == shape
+        assert archive.read(0)["key"].shape == shape

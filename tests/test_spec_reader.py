@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sample_capture
+import spec_pnmix
 import spec_reader
 from archive_builder import ENCODED, RAW, Archive, Section, head_of, tensor
 from safetensors_file import read_tensors
@@ -37,6 +38,25 @@ LYNX_OPTIONS = {
     "short pages": {"page_tokens": "12", "group_tokens": "4", "exact_tokens": "0"},
     "exact beyond a group": {"page_tokens": "20", "group_tokens": "10", "exact_tokens": "11"},
 }
+
+PNMIX_OPTIONS = {
+    "default": {},
+    "paper": {"preset": "paper", "group_tokens": "4"},
+    "values of 2 bits": {"preset": "paper", "group_tokens": "8", "values": "2"},
+    "values of 4 bits, pages": {
+        "values": "4", "scales": "page", "group_tokens": "12", "page_tokens": "24",
+        "sink_tokens": "4", "tail": "exact",
+    },
+    "values of 8 bits, wide codes": {
+        "values": "8", "scales": "fp16", "group_tokens": "12", "sink_tokens": "5",
+        "high_bits": "8", "low_bits": "3", "tail": "exact",
+    },
+    "none salient": {"salient": "0", "sink_tokens": "0", "values": "exact"},
+    "all salient": {"salient": "1", "high_bits": "5", "low_bits": "2", "sink_tokens": "1"},
+    "as many bits": {"high_bits": "2", "low_bits": "2", "sink_tokens": "1", "tail": "coded"},
+    "by the keys alone": {"criterion": "k_norm", "salient": "0.3", "sink_tokens": "3"},
+    "without pairs": {"criterion": "k_range", "group_tokens": "16", "sink_tokens": "3"},
+}  # fmt: skip
 
 CONTAINER_HEAD = (
     b'{"writer":"kvz 0.1.0.dev0","metadata":{},"codecs":[{"name":"raw"}],"tensors":[{"name":"t",'
@@ -131,6 +151,26 @@ def test_second_reader_decodes_lynx_to_the_same_bits(
     sections = spec_reader.read_sections(data, spec_reader.read_head(data)[1])
     assert {ANCHOR, RESIDUAL} <= {section.kind for section in sections}
     _, decoded = spec_reader.decode_file(data, anchor_only=anchor_only)
+    assert list(decoded.items()) == list(read_tensors(tmp_path / "out")[1].items())
+
+
+@pytest.mark.parametrize("options", PNMIX_OPTIONS.values(), ids=PNMIX_OPTIONS.keys())
+def test_second_reader_decodes_pnmix_to_the_same_bits(
+    tmp_path: Path, options: dict[str, str]
+) -> None:
+    path = tmp_path / "c.kvz"
+    kvz.compress(sample_capture.PATH, path, "pnmix", codec_options=options, threads=1)
+    kvz.decompress(path, tmp_path / "out", threads=1)
+    data = path.read_bytes()
+    kinds: dict[str, set[int]] = {"key": set(), "value": set()}
+    head, position = spec_reader.read_head(data)
+    for section in spec_reader.read_sections(data, position):
+        codec = head["codecs"][head["tensors"][section.tensor]["codec"]]
+        if codec["name"] == "pnmix":
+            kinds[codec["role"]].add(section.kind)
+    has_coded_values = options.get("values", "exact") != "exact"
+    assert kinds == {"key": {CODEBOOK, ENCODED}, "value": {ENCODED} if has_coded_values else set()}
+    _, decoded = spec_reader.decode_file(data)
     assert list(decoded.items()) == list(read_tensors(tmp_path / "out")[1].items())
 
 
@@ -398,3 +438,276 @@ def test_lynx_example_worked_by_hand(
         with kvz.open(path) as opened:
             theirs = opened.read_tensor("t", anchor_only=anchor_only)
         assert theirs.tobytes() == lynx_values(first)
+
+
+def pnmix_key(**fields: Any) -> dict[str, Any]:
+    return {
+        "name": "pnmix", "role": "key", "group_tokens": 12, "sink_tokens": 5, "tail": "exact",
+        "levels": "best", "high_bits": 3, "low_bits": 1, "page_tokens": None, "pairing": "half",
+        "rotary_dim": 20, "salient": 0.5, "criterion": "k_norm", "prefill_tokens": None, **fields,
+    }  # fmt: skip
+
+
+def pnmix_value(**fields: Any) -> dict[str, Any]:
+    return {
+        "name": "pnmix", "role": "value", "group_tokens": 12, "sink_tokens": 5, "tail": "exact",
+        "levels": "best", "bits": 2, "group_channels": 8, **fields,
+    }  # fmt: skip
+
+
+def any_pnmix_mask(rng: np.random.Generator, codec: dict[str, Any]) -> bytes:
+    """CODEBOOK of a tensor with outer 3, inner 21: pnmix.md, "Pairs and mask"."""
+    salient = rng.random((3, 21 - codec["rotary_dim"] // 2)) < 0.5
+    return np.packbits(salient, axis=1, bitorder="little").tobytes()
+
+
+def any_pnmix_chunk(
+    rng: np.random.Generator, codec: dict[str, Any], mask: bytes, start: int, n: int, tokens: int
+) -> bytes:
+    """A payload [3, n, 21] of the right lengths with any contents."""
+    span = spec_pnmix.span_of(codec, start, n, tokens)
+    group = codec["group_tokens"]
+    flags = [int(i % 3 == 1) for i in range(3 * span.groups)]
+    in_raw = [
+        min(group, span.coded - group * (i % span.groups)) for i, flag in enumerate(flags) if flag
+    ]
+    parts = [any_bf16(rng, 3 * (span.first + span.last) * 21), bytes(flags)]
+    if codec["role"] == "key":
+        page, high, low = codec["page_tokens"], codec["high_bits"], codec["low_bits"]
+        pages = 0 if page is None else -(-span.groups // (page // group))
+        num_salient = int(spec_pnmix.salient_channels(mask, codec, 3, 21).sum())
+        parts.append(any_bf16(rng, 3 * pages * 2 * 21))
+        parts.append(rng.bytes(3 * span.groups * 2 * 21 * (2 if page is None else 1)))
+        parts.append(rng.bytes(3 * span.octets * low * 21))
+        parts.append(rng.bytes(span.octets * (high - low) * num_salient))
+    else:
+        parts.append(rng.bytes(3 * span.coded * 2 * -(-21 // codec["group_channels"]) * 2))
+        parts.append(rng.bytes(3 * span.octets * codec["bits"] * 21))
+    parts.append(any_bf16(rng, sum(in_raw) * 21))
+    return streams(*(part.hex() for part in parts))
+
+
+def any_pnmix_archive(codec: dict[str, Any], tokens: int = 70) -> Archive:
+    """Tensor `t` [3, tokens, 21] in chunks of 40 tokens, all ENCODED."""
+    rng = np.random.default_rng(0)
+    sections, mask = [], b""
+    if codec["role"] == "key":
+        mask = any_pnmix_mask(rng, codec)
+        sections.append(Section(CODEBOOK, 0, 0, mask))
+    for c, start in enumerate(range(0, tokens, 40)):
+        payload = any_pnmix_chunk(rng, codec, mask, start, min(40, tokens - start), tokens)
+        sections.append(Section(ENCODED, 0, c, payload))
+    entry = tensor("t", "BF16", [3, tokens, 21], token_axis=1, chunk_tokens=40)
+    return Archive(head_of([codec], [entry]), sections, prelude=FORMAT_0_2)
+
+
+ANY_PNMIX = {
+    "fp16": pnmix_key(),
+    "pages of two groups": pnmix_key(page_tokens=24),
+    "pages of a group": pnmix_key(page_tokens=8, group_tokens=8, high_bits=8, low_bits=3),
+    "interleaved": pnmix_key(pairing="interleaved", rotary_dim=10, tail="coded", page_tokens=12),
+    "no pairs": pnmix_key(pairing="none", rotary_dim=0, high_bits=2, low_bits=2),
+    "half of a head": pnmix_key(rotary_dim=10, group_tokens=1, sink_tokens=0),
+    "values of 2 bits": pnmix_value(),
+    "values of 4 bits": pnmix_value(bits=4, group_channels=5, tail="coded"),
+    "values of 8 bits": pnmix_value(bits=8, group_channels=64, group_tokens=7),
+    "one channel a scale": pnmix_value(group_channels=1, sink_tokens=0),
+    # the first chunk is exact from end to end
+    "sinks beyond a chunk, keys": pnmix_key(sink_tokens=45),
+    "sinks beyond a chunk, values": pnmix_value(sink_tokens=45),
+    "sinks beyond the tensor": pnmix_key(sink_tokens=71, page_tokens=24),
+}
+
+
+# with one sink and groups of 16, 11 of 44 tokens are the tail: from token 33 of the first chunk on
+@pytest.mark.parametrize(
+    ("codec", "tokens"),
+    [
+        *((codec, 70) for codec in ANY_PNMIX.values()),
+        (pnmix_key(group_tokens=16, sink_tokens=1, page_tokens=32), 44),
+        (pnmix_value(group_tokens=16, sink_tokens=1), 44),
+    ],
+    ids=[*ANY_PNMIX, "tail of two chunks, keys", "tail of two chunks, values"],
+)
+def test_readers_agree_on_pnmix_sections_that_no_encoder_writes(
+    tmp_path: Path, codec: dict[str, Any], tokens: int
+) -> None:
+    path = tmp_path / "any.kvz"
+    path.write_bytes(any_pnmix_archive(codec, tokens).to_bytes())
+    _, decoded = spec_reader.decode_file(path.read_bytes())
+    ours = np.frombuffer(decoded["t"][2], "<u2").reshape(decoded["t"][1])
+    with kvz.open(path) as archive:
+        theirs = archive.read_tensor("t")
+    np.testing.assert_array_equal(theirs.view(np.uint16), ours)
+
+
+def _no_mask(sections: list[Section]) -> None:
+    del sections[0]
+
+
+def _mask_after_a_chunk(sections: list[Section]) -> None:
+    sections[0], sections[1] = sections[1], sections[0]
+
+
+def _mask_short(sections: list[Section]) -> None:
+    sections[0].payload = sections[0].payload[:-1]
+
+
+def _mask_of_a_pair_that_is_not_there(sections: list[Section]) -> None:
+    # 11 pairs: bits 3 to 7 of the second byte
+    mask = bytearray(sections[0].payload)
+    mask[1] |= 0x08
+    sections[0].payload = bytes(mask)
+
+
+def _pnmix_flag_of_two(sections: list[Section]) -> None:
+    # exact [3, 5, 21] u16 (630, to 640)
+    payload = bytearray(sections[1].payload)
+    payload[640] = 2
+    sections[1].payload = bytes(payload)
+
+
+def _flag_without_raw(sections: list[Section]) -> None:
+    payload = bytearray(sections[1].payload)
+    payload[640] = 1
+    sections[1].payload = bytes(payload)
+
+
+def _chunk_short(sections: list[Section]) -> None:
+    sections[1].payload = sections[1].payload[:-2]
+
+
+def _chunk_long(sections: list[Section]) -> None:
+    sections[2].payload += bytes(2)
+
+
+def _anchor_for_encoded(sections: list[Section]) -> None:
+    sections[1].kind = ANCHOR
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _no_mask,
+        _mask_after_a_chunk,
+        _mask_short,
+        _mask_of_a_pair_that_is_not_there,
+        _pnmix_flag_of_two,
+        _flag_without_raw,
+        _chunk_short,
+        _chunk_long,
+        _anchor_for_encoded,
+    ],
+)
+def test_readers_reject_the_same_pnmix_archives(
+    tmp_path: Path, change: Callable[[list[Section]], None]
+) -> None:
+    archive = any_pnmix_archive(pnmix_key(page_tokens=24))
+    spec_reader.decode_file(archive.to_bytes())
+    change(archive.sections)
+    assert_both_reject(archive, tmp_path / "bad.kvz")
+
+
+def test_readers_reject_a_mask_of_pnmix_values(tmp_path: Path) -> None:
+    archive = any_pnmix_archive(pnmix_value())
+    archive.sections.insert(0, Section(CODEBOOK, 0, 0, b"\1\0\1\0\1\0"))
+    assert_both_reject(archive, tmp_path / "bad.kvz")
+
+
+@pytest.mark.parametrize(
+    ("codec", "fields"),
+    [
+        *((pnmix_key(), {"group_tokens": value}) for value in (0, 1025, 12.0)),
+        *((pnmix_key(), {"sink_tokens": value}) for value in (-1, 1025)),
+        *((pnmix_key(), {"page_tokens": value}) for value in (0, 18, 32772)),
+        *((pnmix_key(), {"rotary_dim": value}) for value in (0, 9, 22, -2)),
+        *((pnmix_key(), {"low_bits": value}) for value in (0, 4)),
+        (pnmix_key(), {"high_bits": 9}),
+        (pnmix_key(), {"pairing": "none"}),
+        (pnmix_key(), {"tail": None}),
+        (pnmix_key(), {"levels": "mean"}),
+        (pnmix_key(), {"salient": 1.5}),
+        (pnmix_key(), {"criterion": None}),
+        (pnmix_key(), {"prefill_tokens": 0}),
+        (pnmix_key(), {"bits": 2}),
+        (pnmix_key(), {"role": "query"}),
+        *((pnmix_value(), {"bits": value}) for value in (1, 3, 16)),
+        (pnmix_value(), {"group_channels": 0}),
+        (pnmix_value(), {"page_tokens": None}),
+    ],
+)
+def test_readers_reject_the_same_pnmix_configurations(
+    tmp_path: Path, codec: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    archive = any_pnmix_archive(codec)
+    archive.head["codecs"] = [{**codec, **fields}]
+    assert_both_reject(archive, tmp_path / "bad.kvz")
+
+
+def assert_both_reject(archive: Archive, path: Path) -> None:
+    with pytest.raises(spec_reader.SpecViolation):
+        spec_reader.decode_file(archive.to_bytes())
+    path.write_bytes(archive.to_bytes())
+    for read in ALL_READERS:
+        with pytest.raises(InvalidField):
+            read(path)
+
+
+# Keys [1, 6, 3], groups of two tokens, one group a page, codes of two bits and one. Pair 0, that is
+# channels 0 and 1, is salient, channel 2 alone is pair 1. Token 0 is a sink, token 5 the tail, and
+# group 1, tokens 3 and 4, is raw.
+#   channel 0   g 0, S 1, a 1, b 1: z = 1, s = 1 / 2 * 1 = 0.5; codes 3, 0
+#   channel 1   g 1, S 2, a 0, b 2: z = 1, s = 2 / 2 * 2 = 2; codes 2, 1
+#   channel 2   g -2, S 4, a 3, b 1: z = 10, s = 4 * 1 = 4; codes 1, 0
+PNMIX_KEYS = streams(
+    "80 3F FF FF 00 80  C1 7F 01 00 80 BF",
+    "00 01",
+    "00 00 80 3F 00 C0  80 3F 00 40 80 40" + 12 * "7F",
+    "01 00 03  01 02 01" + 6 * "FF",
+    "01 02 01  FF FF FF",
+    "01 01  AA AA",
+    "01 00 02 00 03 00  04 00 05 00 C2 7F",
+)
+# 2.5 5 14, 1 3 10
+PNMIX_KEYS_CODED = (0x4020, 0x40A0, 0x4160, 0x3F80, 0x4040, 0x4120)
+# Values [1, 6, 3], two bits, scales of two channels and of one.
+#   token 1   z 1, s 0.5, codes 3 and 2; z -1, s 0.25, code 1
+#   token 2   z 0, s -1, codes 1 and 0; z NaN
+PNMIX_VALUES = streams(
+    "80 3F FF FF 00 80  C1 7F 01 00 80 BF",
+    "00 01",
+    "00 3C 00 BC 00 38 00 34  00 00 01 FC 00 BC 00 00" + 16 * "7F",
+    "03 00 01  01 01 00" + 6 * "FF",
+    "01 00 02 00 03 00  04 00 05 00 C2 7F",
+)
+# 2.5 2 -0.75, -1 0 NaN
+PNMIX_VALUES_CODED = (0x4020, 0x4000, 0xBF40, 0xBF80, 0, 0x7FC0)
+SMALL = {"group_tokens": 2, "sink_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("codec", "mask", "payload", "coded"),
+    [
+        (
+            pnmix_key(**SMALL, page_tokens=2, high_bits=2, rotary_dim=2),
+            b"\1",
+            PNMIX_KEYS,
+            PNMIX_KEYS_CODED,
+        ),
+        (pnmix_value(**SMALL, group_channels=2), b"", PNMIX_VALUES, PNMIX_VALUES_CODED),
+    ],
+    ids=["keys", "values"],
+)
+def test_pnmix_example_worked_by_hand(
+    tmp_path: Path, codec: dict[str, Any], mask: bytes, payload: bytes, coded: tuple[int, ...]
+) -> None:
+    first, raw, last = (0x3F80, 0xFFFF, 0x8000), (1, 2, 3, 4, 5, 0x7FC2), (0x7FC1, 1, 0xBF80)
+    values = struct.pack("<18H", *first, *coded, *raw, *last)
+    sections = [Section(CODEBOOK, 0, 0, mask)] if mask else []
+    sections.append(Section(ENCODED, 0, 0, payload))
+    head = head_of([codec], [tensor("t", "BF16", [1, 6, 3], token_axis=1)])
+    path = tmp_path / "example.kvz"
+    path.write_bytes(Archive(head, sections, prelude=FORMAT_0_2).to_bytes())
+    assert spec_reader.decode_file(path.read_bytes())[1]["t"][2] == values
+    with kvz.open(path) as opened:
+        assert opened.read_tensor("t").tobytes() == values

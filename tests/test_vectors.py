@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import spec_lynx
+import spec_pnmix
 import spec_reader
 import tiny_archive
 from numpy.typing import NDArray
@@ -24,7 +25,8 @@ from kvz.formats import errors
 FOLDER = Path(__file__).parents[1] / "formats" / "vectors"
 MANIFEST: dict[str, list[dict[str, Any]]] = json.loads((FOLDER / "manifest.json").read_text())
 GOOD, BAD = ({entry["name"]: entry for entry in MANIFEST[kind]} for kind in ("good", "bad"))
-LOSSY = [name for name, entry in GOOD.items() if "anchor_sha256" in entry]
+PROGRESSIVE = [name for name, entry in GOOD.items() if "anchor_sha256" in entry]
+PNMIX = ["pnmix-paper", "pnmix-page"]
 #: A frame or the bytes before one are not seen by who goes through the index.
 SEQUENTIAL_ONLY = {"padding", "bytes-after"}
 #: Who reads from front to back meets the section before the index: the same error in other words.
@@ -69,7 +71,7 @@ def test_good_vector_decodes_to_what_the_manifest_says(name: str) -> None:
     kvz.verify(good_path(name), threads=1)
 
 
-@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("name", PROGRESSIVE)
 def test_anchors_of_a_good_vector_decode_to_what_the_manifest_says(name: str) -> None:
     with kvz.open(good_path(name)) as archive:
         decoded = {n: archive.read_tensor(n, anchor_only=True) for n in archive.tensor_names}
@@ -92,7 +94,7 @@ def test_manifest_hashes_are_those_of_the_stated_inputs() -> None:
         if not good.is_lossy
     }
     stated.update(dict.fromkeys(make.hand_made(), tiny_archive.VALUES))
-    assert stated.keys() == GOOD.keys() - set(LOSSY)
+    assert stated.keys() == GOOD.keys() - {*PROGRESSIVE, *PNMIX}
     for name, tensors in stated.items():
         assert {n: sha256(raw) for n, raw in tensors.items()} == GOOD[name]["sha256"]
 
@@ -174,7 +176,7 @@ def lynx_chunks(name: str) -> tuple[list[spec_reader.ChunkSections], spec_reader
 
 def test_lynx_vectors_are_stored_in_the_chunks_that_they_are_for() -> None:
     shapes = {}
-    for name in LOSSY:
+    for name in PROGRESSIVE:
         chunks, entry = lynx_chunks(name)
         assert {chunk.main.kind for chunk in chunks} == {spec_reader.ANCHOR}
         codec = entry.codec
@@ -210,7 +212,7 @@ def stated_and_decoded(
     return stated, np.frombuffer(decoded, "<u2").reshape(shape)
 
 
-@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("name", PROGRESSIVE)
 @pytest.mark.parametrize(("anchor_only", "parts"), [(False, 100), (True, 12)])
 def test_lynx_vector_lies_near_the_stated_input(name: str, anchor_only: bool, parts: int) -> None:
     stated, decoded = stated_and_decoded(name, anchor_only=anchor_only)
@@ -221,6 +223,88 @@ def test_lynx_vector_lies_near_the_stated_input(name: str, anchor_only: bool, pa
     spread = np.nanmax(x, axis, keepdims=True) - np.nanmin(x, axis, keepdims=True)
     assert (error <= spread / parts).all()
     assert error.max() > 0
+
+
+def pnmix_parts(name: str) -> dict[str, list[tuple[spec_pnmix.Span, NDArray[np.uint8]]]]:
+    """Tensor -> per chunk, its span and its group flags [heads, groups]."""
+    data = good_path(name).read_bytes()
+    head, position = spec_reader.read_head(data)
+    entries = [spec_reader.parse_tensor(entry, head["codecs"]) for entry in head["tensors"]]
+    sections = spec_reader.arrange(entries, spec_reader.read_sections(data, position))
+    parts: dict[str, list[tuple[spec_pnmix.Span, NDArray[np.uint8]]]] = {}
+    for (number, c), of_chunk in sections.items():
+        entry = entries[number]
+        assert of_chunk.main.kind == spec_reader.ENCODED
+        start = c * entry.chunk_tokens
+        n = min(entry.chunk_tokens, entry.tokens - start)
+        span = spec_pnmix.span_of(entry.codec, start, n, entry.tokens)
+        exact_nbytes = 2 * entry.outer * (span.first + span.last) * entry.inner
+        lengths = [exact_nbytes, entry.outer * span.groups]
+        flags = np.frombuffer(spec_reader.split_streams(of_chunk.main.payload, lengths)[1], "u1")
+        parts.setdefault(entry.name, []).append((span, flags.reshape(entry.outer, -1)))
+    return parts
+
+
+def test_pnmix_vectors_have_the_chunks_groups_and_flags_that_they_are_for() -> None:
+    seen = {}
+    for name in PNMIX:
+        for tensor, parts in pnmix_parts(name).items():
+            spans = [(span.first, span.coded, span.last, span.groups) for span, _ in parts]
+            raw = [np.argwhere(flags).tolist() for _, flags in parts]
+            seen[name, tensor.removeprefix("layers.0.")] = (spans, raw)
+    # token 100 of head 1 is in group (100 - 4) // 20 of its chunk, and in (100 - 72) // 12
+    assert seen == {
+        ("pnmix-paper", "key"): ([(4, 100, 3, 5)], [[[1, 4]]]),
+        ("pnmix-paper", "value"): ([(4, 100, 3, 5)], [[]]),
+        ("pnmix-page", "key"): ([(3, 69, 0, 6), (0, 32, 0, 3)], [[], [[1, 2]]]),
+        ("pnmix-page", "value"): ([(3, 57, 0, 5), (0, 44, 0, 4)], [[], []]),
+    }
+
+
+def pnmix_widths(name: str) -> dict[str, NDArray[np.int64]]:
+    """Tensor -> bits of the codes [heads, 1, channels]."""
+    data = good_path(name).read_bytes()
+    head, position = spec_reader.read_head(data)
+    books = {
+        section.tensor: section.payload
+        for section in spec_reader.read_sections(data, position)
+        if section.kind == spec_reader.CODEBOOK
+    }
+    widths = {}
+    for number, fields in enumerate(head["tensors"]):
+        entry = spec_reader.parse_tensor(fields, head["codecs"])
+        codec, outer, inner = entry.codec, entry.outer, entry.inner
+        if number in books:
+            salient = spec_pnmix.salient_channels(books[number], codec, outer, inner)
+            width = np.where(salient, codec["high_bits"], codec["low_bits"])
+        else:
+            width = np.full((outer, inner), codec["bits"])
+        widths[entry.name] = width[:, None]
+    return widths
+
+
+@pytest.mark.parametrize("name", PNMIX)
+def test_pnmix_vector_is_exact_where_it_says_and_near_elsewhere(name: str) -> None:
+    widths, parts = pnmix_widths(name), pnmix_parts(name)
+    group_tokens = int(make.GOOD[name].options["group_tokens"])
+    _, tensors = spec_reader.decode_file(good_path(name).read_bytes())
+    for tensor, _, shape, raw in make.GOOD[name].listing:
+        is_exact = []
+        for span, flags in parts[tensor]:
+            coded = np.repeat(flags, group_tokens, axis=1)[:, : span.coded]
+            is_exact.append(np.pad(coded, [(0, 0), (span.first, span.last)], constant_values=1))
+        exact = np.concatenate(is_exact, axis=1).astype(bool)
+        stated, decoded = (
+            np.frombuffer(data, "<u2").reshape(shape[1:]) for data in (raw, tensors[tensor][2])
+        )
+        np.testing.assert_array_equal(decoded[exact], stated[exact])
+        x, y = (spec_lynx.bf16_to_float32(bits) for bits in (stated, decoded))
+        axis = 2 if tensor.endswith("value") else 1
+        spread = np.nanmax(x, axis, keepdims=True) - np.nanmin(x, axis, keepdims=True)
+        error = np.where(exact[..., None], 0, np.abs(y - x))
+        # a step of the code; half of it, and what rounding start and step adds
+        assert (error <= spread / (2 ** widths[tensor] - 1)).all()
+        assert error.max() > 0
 
 
 @pytest.mark.parametrize("name", BAD)

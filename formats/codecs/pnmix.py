@@ -75,6 +75,8 @@ class _Config:
                 f"pnmix config of a {cls.role} needs {', '.join(types)}, got {', '.join(given)}"
             )
         for name, value in given.items():
+            if types[name] == "float" and type(value) is int:
+                given[name] = value = float(value)  # JSON does not tell 1 from 1.0
             if type(value).__name__ not in types[name].replace("None", "NoneType").split(" | "):
                 raise InvalidField(f"pnmix config: {name} must be {types[name]}, got {value!r}")
         try:

@@ -1,7 +1,7 @@
 """A second decoder of `.kvz` files, written from formats/spec/*.md alone.
 
-Pure Python (lynx, in spec_lynx.py, NumPy), one obvious loop per rule, no import from kvz: when it
-and kvz disagree, either kvz or a page of the specification is wrong.
+Pure Python (spec_lynx.py and spec_pnmix.py NumPy), one obvious loop per rule, no import from kvz:
+when it and kvz disagree, either kvz or a page of the specification is wrong.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import spec_lynx
+import spec_pnmix
 import zstandard
 
 MAGIC = b"\x89KVZ\r\n\x1a\n"
@@ -118,7 +119,7 @@ def arrange(tensors: list[Tensor], sections: list[Section]) -> dict[tuple[int, i
     for number, tensor in enumerate(tensors):
         name = tensor.codec["name"]
         book = None
-        if tensor.num_chunks and name in WITH_CODEBOOK:
+        if tensor.num_chunks and has_codebook(tensor.codec):
             book = take((CODEBOOK,), number, 0)
         encoded = ANCHOR if name in PROGRESSIVE else ENCODED
         for c in range(tensor.num_chunks):
@@ -133,6 +134,13 @@ def arrange(tensors: list[Tensor], sections: list[Section]) -> dict[tuple[int, i
             chunks[number, c] = ChunkSections(of_chunk.main, None, residual)
     require(not rest, "no section but those of the tensors")
     return chunks
+
+
+def has_codebook(codec: dict[str, Any]) -> bool:
+    """Whether a tensor of this codec may have a CODEBOOK section."""
+    if codec["name"] == "pnmix":
+        return spec_pnmix.has_codebook(codec)
+    return codec["name"] in WITH_CODEBOOK
 
 
 def safetensors_bytes(
@@ -221,8 +229,8 @@ def parse_tensor(entry: dict[str, Any], codecs: list[dict[str, Any]]) -> Tensor:
     else:
         outer, tokens, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
     codec = codecs[entry["codec"]]
-    if codec["name"] == "lynx":
-        require(entry["dtype"] == "BF16" and axis is not None, "lynx: BF16 with a token axis")
+    if codec["name"] in ("lynx", "pnmix"):
+        require(entry["dtype"] == "BF16" and axis is not None, "BF16 with a token axis")
     return Tensor(
         entry["name"], entry["dtype"], shape, outer, tokens, inner, entry["chunk_tokens"], codec
     )
@@ -245,6 +253,9 @@ def decode_chunk(tensor: Tensor, chunk: int, of_chunk: ChunkSections, anchor_onl
         assert residual is not None
         second = None if anchor_only else residual.payload
         return spec_lynx.decode_lynx(section.payload, second, tensor, chunk, n)
+    if name == "pnmix":
+        of_keys = None if book is None else book.payload
+        return spec_pnmix.decode_pnmix(section.payload, of_keys, tensor, chunk, n)
     require(book is not None, "an encoded chunk has a codebook")
     assert book is not None
     if name == "splitzip":

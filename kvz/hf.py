@@ -203,9 +203,25 @@ def feed(
 ) -> torch.Tensor:
     """One forward pass that grows `cache`; the logits after the last token, `[batch, vocab]`.
 
+    Arguments and errors: see `feed_for_logits`.
+    """
+    return feed_for_logits(model, cache, token_ids, attention_mask, start, 1)[:, -1]
+
+
+def feed_for_logits(
+    model: Any,
+    cache: Any,
+    token_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    start: int,
+    num_logits: int,
+) -> torch.Tensor:
+    """One forward pass that grows `cache`; the logits after each of the last `num_logits` tokens.
+
     token_ids: `[batch, n]` int64, the next n tokens. attention_mask: `[batch, >= start + n]`
     int64 over all columns, those already seen included; further columns are ignored. start:
-    tokens that the cache has seen, which it may not know itself.
+    tokens that the cache has seen, which it may not know itself. Returns
+    `[batch, num_logits, vocab]`.
     Raises UnsupportedCache when the model does not work on the cache it is given, ConfigError
     when it is in training mode.
     """
@@ -224,13 +240,13 @@ def feed(
         arguments["position_ids"] = position_ids(attention_mask, start, stop)
     logits_argument = _argument(model, _LOGITS_ARGUMENTS)
     if logits_argument is not None:
-        arguments[logits_argument] = 1
+        arguments[logits_argument] = num_logits
     before = _length(cache)
     with torch.no_grad():
         output = model(**arguments)
     if not _has_grown(cache, before, num_tokens):
         raise UnsupportedCache(f"{type(model).__name__} does not grow the cache it is given")
-    logits: torch.Tensor = output.logits[:, -1]
+    logits: torch.Tensor = output.logits[:, -num_logits:]
     return logits
 
 

@@ -157,6 +157,21 @@ def continue_from(
 
     Raises ConfigError for a batch, and when there is neither a prompt nor stored logits.
     """
+    mask, logits = feed_prompt(restored, model, prompt_ids)
+    tokens = greedy(
+        model, restored.cache, logits, max_new_tokens, attention_mask=mask, stop_ids=stop_ids
+    )
+    return [int(token) for token in tokens[0]]
+
+
+def feed_prompt(
+    restored: Restored, model: Any, prompt_ids: Sequence[int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let a restored cache of one sequence see `prompt_ids`; the mask and logits to go on with.
+
+    Returns the attention mask int64 `[1, tokens]` over all columns seen, and the logits
+    `[1, vocab]` after the last of them. Raises what `continue_from` raises.
+    """
     if len(restored.input_ids) != 1:
         raise ConfigError(f"can generate from one sequence, cache has {len(restored.input_ids)}")
     mask, logits = restored.attention_mask, restored.next_token_logits
@@ -170,10 +185,7 @@ def continue_from(
             logits = hf.feed(model, restored.cache, chunk, mask.to(model.device), start + first)
     if logits is None:
         raise ConfigError("a part of a cache has no logits to go on from: give a prompt (--prompt)")
-    tokens = greedy(
-        model, restored.cache, logits, max_new_tokens, attention_mask=mask, stop_ids=stop_ids
-    )
-    return [int(token) for token in tokens[0]]
+    return mask, logits
 
 
 def _prompt_step(restored: Restored) -> int:

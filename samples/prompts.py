@@ -13,6 +13,11 @@ def docs() -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
+def topic(name: str) -> str:
+    """One of those pages, such as "with"."""
+    return str(pydoc_data.topics.topics[name])
+
+
 def code() -> str:
     """Source code: the top-level modules of Python's standard library (PSF licence)."""
     folder = Path(sysconfig.get_path("stdlib"))

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvz.progressive import ProgressiveReader
     from kvz.refining import refine
     from kvz.restoring import generate_from, restore, to_cache
+    from kvz.speculation import SpeculationReport, speculate
     from kvz.verifying import VerifyReport, verify
 
 _EXPORTS = {
@@ -61,6 +62,8 @@ _EXPORTS = {
     "generate_from": ("kvz.restoring", "generate_from"),
     "open": ("kvz.archive", "open_archive"),
     "refine": ("kvz.refining", "refine"),
+    "SpeculationReport": ("kvz.speculation", "SpeculationReport"),
+    "speculate": ("kvz.speculation", "speculate"),
     "restore": ("kvz.restoring", "restore"),
     "to_cache": ("kvz.restoring", "to_cache"),
     "verify": ("kvz.verifying", "verify"),
@@ -82,6 +85,7 @@ __all__ = [
     "MismatchError",
     "ProgressiveReader",
     "SourceError",
+    "SpeculationReport",
     "UnsupportedCache",
     "VerifyReport",
     "__version__",
@@ -94,6 +98,7 @@ __all__ = [
     "open",
     "refine",
     "restore",
+    "speculate",
     "to_cache",
     "verify",
 ]

@@ -171,8 +171,8 @@ def compress(
     :class:`kvz.Capture`, or a mapping from names to NumPy arrays or torch tensors (any strides;
     BF16 as torch tensors); ``metadata`` goes with a mapping. BF16 tensors with a token axis go
     through ``codec`` (``gaac``, ``splitzip``, ``zstd``, ``raw``; the lossy ``lynx`` and ``pnmix``
-    take keys and values only), all others losslessly through ``zstd``. ``codec_options`` are strings
-    as on the command line. ``device``: ``cuda`` or ``cuda:N`` encodes on a GPU, with the
+    take keys and values only), all others losslessly through ``zstd``. ``codec_options`` are
+    strings as on the command line. ``device``: ``cuda`` or ``cuda:N`` encodes on a GPU, with the
     same bytes as a result; ``auto`` and ``cpu`` do not. ``threads``: default one per processor.
 
     The file, or at a URL the object, appears when it is complete. Raises SourceError (input or

@@ -64,7 +64,9 @@ def test_faults_that_pass_do_no_harm(
     proxy.faults.append(Fault(**vars(PASSING[fault])))
     assert WAYS[way](archive.url, tmp_path) == expected
     assert proxy.faults[0].times == 0, "the fault did not happen"
-    assert proxy.nbytes < 1.2 * len(archive.data)
+    if fault != "fewer bytes than asked for":
+        # obstore drops that answer unread, of which megabytes may be in the buffers of sockets
+        assert proxy.nbytes < 1.2 * len(archive.data)
 
 
 LASTING = {

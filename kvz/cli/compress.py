@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from kvz.cli import options
+from kvz.cli import compress_batch, compress_text, options
 from kvz.cli.progress import file_nbytes, meter
-from kvz.cli.text import count, emit, emit_json, format_nbytes, format_stages, printable
-from kvz.formats.ids import LOSSY_CODECS
-
-if TYPE_CHECKING:
-    from kvz.compressing import CompressReport
+from kvz.cli.text import emit, emit_json, format_stages
 
 
 @click.command()
-@click.argument("source", metavar="SRC", type=options.PATH_OR_DASH)
+@click.argument("sources", metavar="SRC...", nargs=-1, required=True, type=options.PATH_OR_DASH)
 @options.output_option(help="Archive to write, - for standard output; default SRC with .kvz.")
+@click.option(
+    "--out-dir",
+    metavar="DIR|URL",
+    type=options.PATH,
+    help="Write one archive for each of several SRC, folders and prefixes included.",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=f"With --out-dir: files at one time; default {compress_batch.DEFAULT_JOBS}.",
+)
 @options.codec_option("gaac")
 @options.codec_options_option
 @click.option("--codebook", metavar="FILE", type=options.PATH, help="Made by kvz calibrate.")
@@ -29,8 +36,10 @@ if TYPE_CHECKING:
 @options.overwrite_option
 @options.json_option
 def command(
-    source: str,
+    sources: tuple[str, ...],
     destination: str | None,
+    out_dir: str | None,
+    jobs: int | None,
     codec: str,
     codec_options: dict[str, str],
     codebook: str | None,
@@ -41,7 +50,7 @@ def command(
     timings: bool,
     overwrite: bool,
     as_json: bool,
-) -> None:
+) -> int:
     """Compress a cache into an archive.
 
     SRC is a safetensors file, its URL, or - for standard input; the archive may go to a URL. BF16
@@ -49,52 +58,63 @@ def command(
     back exactly, unless the codec is lossy (lynx): then keys and values come back close to what
     they were.
 
+    With --out-dir SRC may also be a folder, a URL prefix ending in / (all .safetensors files below
+    them), or a pattern in quotes; --json prints one document a line. A run that was interrupted is
+    taken up: an archive that is there is kept if it is whole, its tensors, metadata and codec are
+    those of its source (values are not compared), and -f is not given. All files are tried; the
+    exit code is the highest of theirs.
+
     \b
     Example:
       kvz compress cache.safetensors -o cache.kvz
     """
+    options.check_timings(timings, device)
+    settings: dict[str, Any] = {
+        "codec": codec,
+        "codec_options": codec_options,
+        "codebook": codebook,
+        "device": device,
+        "threads": threads,
+    }
+    if out_dir is not None:
+        if destination is not None or timings or options.STANDARD_STREAM in sources:
+            raise click.UsageError("--out-dir takes files, and neither -o nor --timings")
+        return compress_batch.run(
+            sources, out_dir, jobs, (axes, pattern), settings, overwrite=overwrite, as_json=as_json
+        )
+    if len(sources) > 1 or jobs is not None:
+        raise click.UsageError("several SRC, and --jobs, need --out-dir")
+    _compress_one(sources[0], destination, (axes, pattern), settings, timings, overwrite, as_json)
+    return 0
+
+
+def _compress_one(
+    source: str,
+    destination: str | None,
+    layout: tuple[str | None, str | None],
+    settings: dict[str, Any],
+    timings: bool,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
     target = options.default_destination(source, destination, ".kvz")
     options.check_streams(source, target)
-    options.check_timings(timings, device)
     import kvz
 
     with meter("compressing", file_nbytes(source)) as progress:
         report = kvz.compress(
             source,
             target,
-            codec,
-            codec_options=codec_options,
-            codebook=codebook,
-            layout=kvz.Layout(axes, pattern),
-            device=device,
-            threads=threads,
+            **settings,
+            layout=kvz.Layout(*layout),
             overwrite=overwrite,
             progress=progress.advance,
         )
-    if report.guessed_axis is not None:
-        note = f"took {report.guessed_axis} for the tokens; --layout says it better"
-        emit(f"kvz: note: {printable(note)}", to_stderr=True)
+    compress_text.note_guess(report)
     to_stderr = target == options.STANDARD_STREAM
     if as_json:
-        emit_json(_document(report), to_stderr=to_stderr)
+        emit_json(compress_text.document(report), to_stderr=to_stderr)
     else:
-        emit(_line(report), to_stderr=to_stderr)
+        emit(compress_text.line(report), to_stderr=to_stderr)
         if timings and report.stages is not None:
             emit(format_stages(report.stages, report.original_nbytes), to_stderr=to_stderr)
-
-
-def _document(report: CompressReport) -> dict[str, Any]:
-    return {**asdict(report), "ratio": report.ratio, "gb_per_s": report.gb_per_s}
-
-
-def _line(report: CompressReport) -> str:
-    sizes = f"{format_nbytes(report.original_nbytes)} -> {format_nbytes(report.stored_nbytes)}"
-    others, anchors = report.num_fallback_tensors, report.anchor_nbytes
-    destination = "<stdout>" if report.destination == "-" else report.destination
-    return (
-        f"{printable(destination)}: {sizes}, ratio {report.ratio:.3f}, "
-        f"{report.seconds:.2f} s, {report.gb_per_s:.2f} GB/s, {report.codec}, "
-        f"{count(report.num_tensors, 'tensor')}{f', {others} by zstd' if others else ''}"
-        f"{'; lossy' if report.codec in LOSSY_CODECS else ''}"
-        f"{f', anchors in {format_nbytes(anchors)}' if anchors else ''}"
-    )

@@ -17,6 +17,7 @@ COMMANDS = {
     "compress": "Compress a cache into an archive.",
     "decompress": "Restore the tensors of an archive, exactly if its codec is lossless.",
     "verify": "Check archives from the first byte to the last.",
+    "ls": "List the archives in a folder or under a prefix.",
     "inspect": "Show what is in an archive.",
     "generate": "Go on generating from a cache, in a new process.",
     "split": "Split a cache into shards by its kv heads.",

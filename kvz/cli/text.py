@@ -70,5 +70,10 @@ def emit_json(document: Any, *, to_stderr: bool = False) -> None:
     click.echo(json.dumps(document, indent=2, default=str), err=to_stderr)
 
 
+def emit_json_line(document: Any) -> None:
+    """Print one JSON document on one line."""
+    click.echo(json.dumps(document, default=str))
+
+
 def is_terminal(stream: Any) -> bool:
     return stream is not None and bool(stream.isatty())

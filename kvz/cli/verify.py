@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -63,7 +64,8 @@ def command(
     metadata are compared with a capture. With --model, config, RoPE, weights, dtype, tokens and
     shard must be that model's; --replay also compares numbers: to the bit where the same kernels
     run, else within rounding. --device cuda decodes on the GPU as well. All files are checked; the
-    exit code is the highest of theirs. FILE may be a URL; - is standard input.
+    exit code is the highest of theirs. FILE may be a URL, - for standard input, a folder or a URL
+    prefix ending in / (all .kvz files below them), or a pattern in quotes.
 
     \b
     Example:
@@ -84,16 +86,37 @@ def command(
         ids = None if text is None else models.token_ids(tokenizer, text)[:, :max_tokens]
         judge = _Judge(loaded, ids, replay or 0)
     results = []
-    for path in files:
+    for path, failure in _expanded(files):
         options.check_streams(path, None)
-        result = _check(path, against, _codec_device(device), threads, judge)
+        if failure is None:
+            result = _check(path, against, _codec_device(device), threads, judge)
+        else:
+            result = _failed(path, failure)
         results.append(result)
         if result["error"] is None and not as_json:
             for line in _lines(result):
                 emit(line)
     if as_json:
         emit_json({"ok": all(r["error"] is None for r in results), "files": results})
+    elif len(results) > len(files):
+        num_ok = sum(result["error"] is None for result in results)
+        emit(f"{count(len(results), 'file')}: {num_ok} ok, {len(results) - num_ok} not")
     return max(int(result["exit_code"]) for result in results)
+
+
+def _expanded(files: tuple[str, ...]) -> Iterator[tuple[str, Exception | None]]:
+    """The files that folders, prefixes and patterns stand for, or why that cannot be said."""
+    from kvz.finding import expand
+
+    for file in files:
+        if file == options.STANDARD_STREAM:
+            yield file, None
+            continue
+        for location, found in expand([file], ".kvz"):
+            if isinstance(found, Exception):
+                yield location, found
+            else:
+                yield from ((one.location, None) for one in found)
 
 
 def _codec_device(device: str) -> str:
@@ -129,9 +152,13 @@ def _check(
             )
         judged = {} if judge is None else judge(path)
     except Exception as error:  # the other files are still to be checked
-        code = errors.tell(error)
-        return {"path": path, "error": errors.describe(error), "exit_code": code}
+        return _failed(path, error)
     return {**asdict(report), **judged, "error": None, "exit_code": 0}
+
+
+def _failed(path: str, error: Exception) -> dict[str, Any]:
+    code = errors.tell(error)
+    return {"path": path, "error": errors.describe(error), "exit_code": code}
 
 
 def _lines(result: dict[str, Any]) -> list[str]:

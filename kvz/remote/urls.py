@@ -74,6 +74,21 @@ def local_path(location: str | os.PathLike[str]) -> str:
 
 def parse(location: str | os.PathLike[str]) -> ObjectUrl:
     """Take a URL apart. Raises ConfigError when bucket or key are missing or make no sense."""
+    return _parse(location, folder=False)
+
+
+def parse_folder(location: str | os.PathLike[str]) -> ObjectUrl:
+    """The URL of all objects under a prefix, a slash at its end or not; no key: of the bucket.
+
+    Raises ConfigError; also for HTTP, whose servers have no listing.
+    """
+    folder = _parse(location, folder=True)
+    if folder.scheme in HTTP_SCHEMES:
+        raise ConfigError(f"{folder}: HTTP servers cannot be asked what they hold; name each file")
+    return folder
+
+
+def _parse(location: str | os.PathLike[str], *, folder: bool) -> ObjectUrl:
     text = os.fspath(location)
     scheme = _scheme(location) or ""
     rest = text.partition("://")[2]
@@ -86,14 +101,18 @@ def parse(location: str | os.PathLike[str]) -> ObjectUrl:
         needs = "a host and a path"
     else:
         bucket, _, key = rest.partition("/")
-        shown, needs = text, "a bucket and a key"
+        shown, needs = text, "a bucket" if folder else "a bucket and a key"
         if "@" in bucket:
             raise ConfigError(f"{scheme}://...: credentials belong into the environment, not here")
-    if not bucket.rpartition("/")[2] or not key or key.endswith("/"):
-        raise ConfigError(f"{shown}: must name {needs}, such as {scheme}://bucket/folder/cache.kvz")
+    if folder:
+        key = key.removesuffix("/")
+    is_whole = folder or (key and not key.endswith("/"))
+    if not bucket.rpartition("/")[2] or not is_whole:
+        example = f"{scheme}://bucket/folder/" + ("" if folder else "cache.kvz")
+        raise ConfigError(f"{shown}: must name {needs}, such as {example}")
     if not _HOST.fullmatch(bucket.rpartition("/")[2]):
         raise ConfigError(f"{shown}: {'bucket' if scheme in BUCKET_SCHEMES else 'host'} is no name")
-    if key.startswith("/") or any(part in ("", ".", "..") for part in key.split("/")):
+    if key and any(part in ("", ".", "..") for part in key.split("/")):
         raise ConfigError(f"{shown}: an empty part, . or .. in a key cannot be addressed")
     return ObjectUrl(scheme, bucket, key)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 _PIECE_NBYTES = 32 << 10
 _HANG_S = 60.0
+_LATE_S = 5e-3
 
 
 @dataclass
@@ -56,7 +57,10 @@ class Fault:
 
 @dataclass
 class FaultProxy:
-    """Listens on a loopback port of its own. ``before``: called with each request's number."""
+    """Listens on a loopback port of its own. ``before``: called with each request's number.
+
+    ``bits_per_second``: of the bodies of answers, of all connections together.
+    """
 
     upstream: int
     faults: list[Fault] = field(default_factory=list)
@@ -66,6 +70,7 @@ class FaultProxy:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
+        self._link_free_at = 0.0
         self._closing = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port: int = self._listener.getsockname()[1]
@@ -96,6 +101,18 @@ class FaultProxy:
         self.exchanges.clear()
         self.faults.clear()
         self.before = None
+
+    def _wait_for_link(self, nbytes: int) -> None:
+        """Until the link that all connections share has carried this, too."""
+        if self.bits_per_second is None:
+            return
+        with self._lock:
+            # by the clock: what a sleep is late the next one makes up for
+            start = max(self._link_free_at, time.monotonic() - _LATE_S)
+            self._link_free_at = start + 8 * nbytes / self.bits_per_second
+            delay = self._link_free_at - time.monotonic()
+        if delay > 0:
+            time.sleep(delay)
 
     # -- one connection
 
@@ -191,8 +208,7 @@ class FaultProxy:
                         exchange.done.set()
                         self._closing.wait(_HANG_S)
                     return _reset(client) if fault.kind == "reset" else None
-            if self.bits_per_second is not None:
-                time.sleep(8 * len(piece) / self.bits_per_second)
+            self._wait_for_link(len(piece))
             piece = server.recv(_PIECE_NBYTES)
             if not piece:
                 return None

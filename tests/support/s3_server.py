@@ -52,6 +52,11 @@ class S3Server:
     def put(self, key: str, data: bytes) -> None:
         self.request("PUT", key, data)
 
+    def make_bucket(self, name: str) -> None:
+        """Make another bucket, empty."""
+        request = urllib.request.Request(f"{self.endpoint}/{name}", data=b"", method="PUT")
+        urllib.request.urlopen(request, timeout=30).close()
+
     def get(self, key: str) -> bytes | None:
         """The object, or None when there is none."""
         try:

@@ -23,6 +23,16 @@ if TYPE_CHECKING:
 STANDARD_STREAM = "-"
 
 
+def _read_umask() -> int:
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
+
+
+# once, before there are threads: it can only be read by setting it
+_UMASK = _read_umask()
+
+
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
     """Errors from the block are about ``name``, unless they know better; OSError: SourceError.
@@ -48,7 +58,8 @@ class LocalFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.name = os.fspath(path)
         with naming(self.name):
-            self._descriptor = os.open(path, os.O_RDONLY)
+            # a pipe without a writer would let it wait for ever
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             if not Path(self.name).is_file():
                 os.close(self._descriptor)
                 raise SourceError("not a regular file (use - to read from a pipe)")
@@ -238,9 +249,7 @@ def _mode_of(target: Path) -> int:
     """Permissions of the file that is replaced, or those that the umask gives a new one."""
     if target.exists():
         return target.stat().st_mode & 0o7777
-    umask = os.umask(0)
-    os.umask(umask)
-    return 0o666 & ~umask
+    return 0o666 & ~_UMASK
 
 
 def same_file(source: str | os.PathLike[str], destination: str | os.PathLike[str]) -> bool:

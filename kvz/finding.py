@@ -53,7 +53,14 @@ def find(location: str, suffix: str) -> list[Found]:
     path = local_path(location)
     with naming(path):
         files = _files(path, suffix) if Path(path).is_dir() else _matches(path)
-        return [Found(str(f), str(f.relative_to(base)), f.stat().st_size) for f, base in files]
+        return [Found(str(f), str(f.relative_to(base)), _size(f)) for f, base in files]
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:  # a link to nowhere: whoever opens it says so
+        return None
 
 
 def find_some(location: str, suffix: str) -> list[Found]:
@@ -82,7 +89,7 @@ def _files(folder: str, suffix: str) -> list[tuple[Path, Path]]:
 
 def _matches(pattern: str) -> list[tuple[Path, Path]]:
     base = Path(_before_wildcards(pattern))
-    paths = (Path(name) for name in iglob(pattern, recursive=True))
+    paths = (Path(name) for name in iglob(pattern.replace("[", "[[]"), recursive=True))
     return [(path, base) for path in sorted(paths) if path.is_file()]
 
 

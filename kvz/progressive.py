@@ -214,5 +214,6 @@ def _open(
     if not isinstance(source, (str, os.PathLike)):
         return source, False, name or str(getattr(source, "name", "<stream>"))
     if os.fspath(source) == STANDARD_STREAM:
-        return sys.stdin.buffer, False, name or "<stdin>"
+        # not sys.stdin: its lock, held by a thread that waits, would stop Python from ending
+        return open(os.dup(sys.stdin.fileno()), "rb", buffering=0), False, name or "<stdin>"
     return open_stream(source), True, name or shown_name(source)

@@ -10,6 +10,7 @@ import torch
 
 from kvz.capture_metadata import decode_metadata, unpack_layers
 from kvz.formats.errors import IdentityMismatch, UnsupportedCache
+from kvz.identity import compare_identity, identity_error
 from kvz.layers.attention import num_held
 from kvz.layers.containers import container_of, layer_objects
 from kvz.layers.table import layer_kind
@@ -27,14 +28,17 @@ def refine(restored: Restored, source: str | Path | CacheSource) -> None:
     Tokens that the cache has seen since stay as they are: their keys and values were computed on
     the anchors. A sliding layer refines what it still holds. source: the whole cache.
     All of it is refined or, when this raises, nothing. Raises IdentityMismatch when it is a cache
-    of other tokens or shapes, UnsupportedCache for layers other than full and sliding ones, and
-    what a restore raises of the source.
+    of another model, other tokens or shapes, UnsupportedCache for layers other than full and
+    sliding ones, and what a restore raises of the source.
     """
     with open_source(source) as opened:
         document = decode_metadata(opened.metadata)
         layers, container = unpack_layers(document["layers"]), container_of(document)
         prompt = read_prompt(opened, document, None)
         _check_prompt(restored, prompt)
+        mismatches = compare_identity(document["identity"], restored.identity)
+        if mismatches:
+            raise identity_error(mismatches)
         dtype, batch = document["identity"]["dtype"], len(prompt.input_ids)
         states = read_states(opened, layers, container, dtype, batch)
     objects = layer_objects(restored.cache)

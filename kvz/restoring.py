@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Restored:
     cache: transformers cache on the model's device. input_ids, attention_mask: int64
     `[batch, tokens]`, CPU. next_token_logits: `[batch, vocab]`, CPU; None when the file has none
     or the cache is a shorter prefix. mismatches: what `force` overrode; empty without it.
+    identity: whose cache the source said it is.
     """
 
     cache: Any
@@ -42,6 +43,7 @@ class Restored:
     attention_mask: torch.Tensor
     next_token_logits: torch.Tensor | None
     mismatches: tuple[Mismatch, ...] = ()
+    identity: Mapping[str, Any] = field(default_factory=dict)
 
 
 def to_cache(
@@ -91,6 +93,7 @@ def restore(
         prompt.attention_mask[:, :kept],
         prompt.next_token_logits if kept == total else None,
         tuple(mismatches),
+        document["identity"],
     )
 
 

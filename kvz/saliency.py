@@ -208,20 +208,9 @@ class KeyTensor:
                     "by blocks: capture it again with kvz capture"
                 )
             return norms
-        return _mean_of_blocks(norms, self._tokens_of_blocks(len(norms)), wanted)
-
-    def _tokens_of_blocks(self, num_blocks: int) -> F64:
-        mask = self.source.find("attention_mask")
-        if mask is None or mask[1].ndim != 2:
-            raise InvalidField("tensor attention_mask is missing, pair norms by blocks need it")
-        columns = (mask[1] != 0).sum(axis=0)
-        if -(-len(columns) // PAIR_NORM_BLOCK) != num_blocks:
-            raise InvalidField(
-                f"pair norms of {self.name} are of {num_blocks} blocks, the prompt has "
-                f"{len(columns)} tokens"
-            )
-        starts = np.arange(0, len(columns), PAIR_NORM_BLOCK)
-        return np.add.reduceat(columns, starts).astype(np.float64)
+        tokens = tokens_of_blocks(self.source, self.name, len(norms))
+        count = len(norms) if wanted is None else _num_blocks(wanted, len(norms))
+        return mean_of_blocks(norms[:count], tokens[:count])
 
     def _query_norm_of_file(self) -> F64:
         found = self.source.find(f"{self.name.rpartition('.')[0]}.query")
@@ -236,17 +225,37 @@ class KeyTensor:
         return np.asarray(norms.mean(axis=(0, 2)))
 
 
-def _mean_of_blocks(norms: F64, tokens: F64, wanted: int | None) -> F64:
-    """Mean of means [blocks, heads, pairs] over the first ``wanted`` tokens."""
-    if wanted is not None and wanted < len(norms) * PAIR_NORM_BLOCK:
-        if wanted % PAIR_NORM_BLOCK:
-            raise ConfigError(
-                f"prefill_tokens must be a multiple of {PAIR_NORM_BLOCK}, of which the capture "
-                f"has statistics; got {wanted}"
-            )
-        norms, tokens = norms[: wanted // PAIR_NORM_BLOCK], tokens[: wanted // PAIR_NORM_BLOCK]
+def tokens_of_blocks(source: TensorLookup, name: str, num_blocks: int) -> F64:
+    """How many tokens each block of the pair norms of ``name`` is the mean of, float64[blocks].
+
+    Raises InvalidField when the capture's attention_mask does not have so many blocks.
+    """
+    mask = source.find("attention_mask")
+    if mask is None or mask[1].ndim != 2:
+        raise InvalidField("tensor attention_mask is missing, pair norms by blocks need it")
+    columns = (mask[1] != 0).sum(axis=0)
+    if -(-len(columns) // PAIR_NORM_BLOCK) != num_blocks:
+        raise InvalidField(
+            f"pair norms of {name} are of {num_blocks} blocks, the prompt has {len(columns)} tokens"
+        )
+    starts = np.arange(0, len(columns), PAIR_NORM_BLOCK)
+    return np.add.reduceat(columns, starts).astype(np.float64)
+
+
+def mean_of_blocks(norms: F64, tokens: F64) -> F64:
+    """Mean of means [blocks, heads, pairs] of ``tokens`` [blocks] tokens each."""
     total = (norms * tokens[:, None, None]).sum(axis=0)
     return np.asarray(total / max(float(tokens.sum()), 1.0))
+
+
+def _num_blocks(wanted: int, num_blocks: int) -> int:
+    """Blocks of the first ``wanted`` tokens. Raises ConfigError when they end inside one."""
+    if wanted < num_blocks * PAIR_NORM_BLOCK and wanted % PAIR_NORM_BLOCK:
+        raise ConfigError(
+            f"prefill_tokens must be a multiple of {PAIR_NORM_BLOCK}, of which the capture "
+            f"has statistics; got {wanted}"
+        )
+    return min(-(-wanted // PAIR_NORM_BLOCK), num_blocks)
 
 
 def bf16_to_float(bits: NDArray[Any]) -> NDArray[np.float32]:

@@ -28,6 +28,7 @@ from kvz.formats.errors import (
     UnsupportedCache,
 )
 from kvz.layers.containers import container_of, tensor_name
+from kvz.lossy import LOSSY_KEY
 from kvz.source_protocol import CacheSource
 from kvz.state_reader import open_source, read_tensor
 
@@ -65,12 +66,13 @@ def split(source: str | Path | CacheSource, paths: Sequence[str | Path]) -> list
         layers, container = unpack_layers(document["layers"]), container_of(document)
         _check_divisible(opened, layers, container, of)
         tensors = {name: read_tensor(opened, name) for name in opened.tensor_names}
+        notes = _notes([opened])
     step = of // len(paths)
     ranges = [(start, start + step) for start in range(0, of, step)]
     written: list[Path] = []
     try:
         for path, heads in zip(paths, ranges, strict=True):
-            _write_shard(path, tensors, document, layers, heads)
+            _write_shard(path, tensors, document, layers, heads, notes)
             written.append(Path(path))
     except BaseException:
         for done in written:
@@ -85,13 +87,14 @@ def _write_shard(
     document: Mapping[str, Any],
     layers: Sequence[LayerRecord],
     heads: tuple[int, int],
+    notes: Mapping[str, str],
 ) -> None:
     from kvz.safetensors_io import write_safetensors
 
     of = read_shard(document)[2]
     parts = {name: _heads_of(name, tensor, heads, of) for name, tensor in tensors.items()}
     metadata = _document(document, layers, heads[1] - heads[0], [*heads, of])
-    write_safetensors(path, parts, metadata)
+    write_safetensors(path, parts, {**metadata, **notes})
 
 
 def _heads_of(name: str, tensor: torch.Tensor, heads: tuple[int, int], of: int) -> torch.Tensor:
@@ -174,11 +177,18 @@ def merge(
     with ExitStack() as stack:
         shards = [stack.enter_context(open_source(name)) for name in names]
         tensors = {name: _merged(name, shards, names) for name in shards[0].tensor_names}
+        notes = _notes(shards)
     of = read_shard(first)[2]
     layers = unpack_layers(first["layers"])
     metadata = _document(first, layers, of, [0, of, of])
-    write_safetensors(destination, tensors, metadata, overwrite=overwrite)
+    write_safetensors(destination, tensors, {**metadata, **notes}, overwrite=overwrite)
     return of
+
+
+def _notes(sources: Sequence[CacheSource]) -> dict[str, str]:
+    """That a cache is lossy, if one of its sources is."""
+    said = {source.metadata[LOSSY_KEY] for source in sources if LOSSY_KEY in source.metadata}
+    return {LOSSY_KEY: "; ".join(sorted(said))} if said else {}
 
 
 def _read_document(source: str | Path) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+from kvz.files import naming
+
 _IN_MEMORY_NBYTES = 128 << 20
 
 
@@ -23,9 +25,10 @@ class PayloadSpool:
         return len(self._places)
 
     def put(self, payload: NDArray[np.uint8]) -> None:
-        """Keep a copy of ``payload``."""
-        self._file.seek(self._end)
-        self._file.write(memoryview(payload))
+        """Keep a copy of ``payload``. Raises SourceError about the folder of temporary files."""
+        with naming(tempfile.gettempdir()):
+            self._file.seek(self._end)
+            self._file.write(memoryview(payload))
         self._places.append((self._end, payload.size))
         self._end += payload.size
 

@@ -44,7 +44,7 @@ def shifted(bits: cases.U16, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def cpu_payloads(codec: Codec, book: bytes, bits: cases.U16, chunk_tokens: int) -> list[cases.U8]:
-    prepared = codec.prepare(book, "BF16", bits.shape[0], bits.shape[2])
+    prepared = codec.prepare(book, "BF16", bits.shape)
     starts = range(0, bits.shape[1], chunk_tokens)
     return [cases.encode(codec, prepared, bits[:, s : s + chunk_tokens]) for s in starts]
 
@@ -119,7 +119,7 @@ def test_every_bf16_pattern_comes_back(name: str, options: dict[str, str]) -> No
 
 
 @each_codec
-@pytest.mark.parametrize("offset", [1, 2])
+@pytest.mark.parametrize("offset", [1, 2, 4, 8])
 def test_any_storage_offset_works(name: str, options: dict[str, str], offset: int) -> None:
     from kvz.gpu.device_codec import DeviceDecoder, DeviceEncoder
 
@@ -136,6 +136,34 @@ def test_any_storage_offset_works(name: str, options: dict[str, str], offset: in
     decoder.decode()
     decoder.check()
     assert np.array_equal(to_bits(output), bits)
+
+
+@each_codec
+def test_outer_indices_need_not_be_multiples_of_16_bytes_apart(
+    name: str, options: dict[str, str]
+) -> None:
+    from kvz.gpu.device_codec import DeviceDecoder, DeviceEncoder
+
+    codec = codec_from_options(name, options)
+    tokens = 19 if INTERPRETED else 150
+    bits = cases.like_a_cache((3, tokens, 64), 6)
+    stride = tokens * 64 + 4
+    arenas = [torch.full((3 * stride,), 0x55AA, dtype=torch.int16, device=DEVICE) for _ in range(2)]
+    source, output = (
+        arena.as_strided(bits.shape, (stride, 64, 1)).view(torch.bfloat16) for arena in arenas
+    )
+    source.copy_(to_device(bits))
+    book = cpu_codebook(codec, bits)
+    encoder = DeviceEncoder([source], codec, codebooks=[book])
+    encoder.encode()
+    (expected,) = cpu_payloads(codec, book, bits, tokens)
+    assert np.array_equal(encoder.payload(0).cpu().numpy(), expected)
+    decoder = DeviceDecoder.of(encoder, [output])
+    decoder.decode()
+    decoder.check()
+    assert np.array_equal(to_bits(output), bits)
+    # and nothing between them
+    assert torch.equal(*arenas)
 
 
 @each_codec

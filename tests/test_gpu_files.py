@@ -177,7 +177,7 @@ def test_streams_that_contradict_each_other_are_told_as_on_the_cpu(
     archive.write_bytes(data)
     monkeypatch.setattr(container, "_check_sum", lambda *_: None)
     monkeypatch.setattr("kvz.archive.container.checksum", lambda _: 0)
-    monkeypatch.setattr("kvz.archive.Archive._check_payload", lambda *_: None)
+    monkeypatch.setattr("kvz.archive.Archive._check_row", lambda *_: None)
     out = archive.with_name("out.safetensors")
     messages = []
     for device in ("cpu", "cuda"):

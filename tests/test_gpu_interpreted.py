@@ -16,7 +16,10 @@ TIMEOUT_S = 800
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("module", ["test_gpu_codecs", "test_gpu_files", "test_gpu_bench"])
+@pytest.mark.parametrize(
+    "module",
+    ["test_gpu_codecs", "test_gpu_files", "test_gpu_bench", "test_gpu_lynx", "test_gpu_pnmix"],
+)
 def test_gpu_tests_pass_in_the_interpreter(module: str) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{module}.py"],

@@ -13,6 +13,7 @@ from cli_support import bf16, small_cache, write_cache
 from numpy.typing import NDArray
 
 import kvz
+from kvz.capture_metadata import LayerRecord, encode_metadata, pack_layers
 from kvz.formats.errors import ConfigError
 from kvz.formats.ids import CODEC_NAMES
 from kvz.quality import schemes as schemes_module
@@ -112,7 +113,7 @@ def test_range_beyond_the_scales_is_refused() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("nothing", "is none of bf16, uniform, int8-channel"),
+        ("nothing", "is none of bf16, uniform, polar, int8-channel"),
         ("uniform:bits=4", "needs bits and axis"),
         ("uniform:bits=4,axis=channel,size=3", "no option 'size'"),
         ("uniform:bits=4,axis=row", "axis must be channel, token, tensor"),
@@ -124,6 +125,9 @@ def test_range_beyond_the_scales_is_refused() -> None:
         ("int4-token:group", "must be KEY=VALUE"),
         ("int4-token:group=8,group=16", "each key once"),
         ("bf16:bits=16", "takes no options"),
+        ("polar:angle=4", "no option 'angle'"),
+        ("polar:angle_bits=0", "bits must be 1 to 8"),
+        ("polar:group=x", "invalid literal"),
         ("gaac:detail=anchor", "progressive codec"),
         ("lynx:detail=half", "detail must be one of full, anchor"),
         ("lynx:nothing=1", "has no option 'nothing'"),
@@ -226,6 +230,49 @@ def test_bits_of_different_keys_and_values_are_told_apart(capture: Path, tmp_pat
         assert stored.bits.key == pytest.approx(4 + 32 * 5 / 600)
         assert stored.bits.value == pytest.approx(2 + 32 / 16)
         assert stored.bits.total == pytest.approx((stored.bits.key + stored.bits.value) / 2)
+
+
+def rotated_capture(path: Path, key: NDArray[np.float32], pairing: str, rotary_dim: int) -> Path:
+    """One layer; values are the keys."""
+    rope = {"pairing": pairing, "rotary_dim": rotary_dim, "parameters": {}}
+    layers = pack_layers(
+        [LayerRecord("full", num_tokens=key.shape[2], cumulative_length=key.shape[2])]
+    )
+    document = {"identity": {}, "layers": layers, "shard": {}, "tokens": {}, "rope": rope}
+    stored = ("BF16", (key.view(np.uint32) >> 16).astype(np.uint16))
+    tensors = {"layers.0.key": stored, "layers.0.value": stored}
+    return write_cache(path, tensors, encode_metadata(document))
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_polar_keys_are_the_ones_worked_out_by_hand(tmp_path: Path, pairing: str) -> None:
+    """Angles 0, 90, 180 and 180 degrees have levels 0, 60, 120, 180; radii 2, 4, 2, 8 are 2 to 8
+    in steps of 2. The second pair is always (3, 0)."""
+    x = np.float32([[2, 3, 0, 0], [0, 3, 4, 0], [-2, 3, 0, 0], [-8, 3, 0, 0]])
+    # 90 degrees are halfway, to the even level 2
+    expected = np.float32([[2, 3, 0, 0], [-2, 3, 12**0.5, 0], [-2, 3, 0, 0], [-8, 3, 0, 0]])
+    # after an exact token whose radius and angle are other than those of the group
+    x, expected = (np.vstack([np.float32([[100, -100, 7, 1]]), part]) for part in (x, expected))
+    order = [0, 1, 2, 3] if pairing == "half" else [0, 2, 1, 3]
+    path = rotated_capture(tmp_path / "c", x[None, None][..., order].copy(), pairing, 4)
+    with CacheFile(path) as cache:
+        stored = parse_scheme("polar:exact_tokens=1,group=4").store(cache, tmp_path)
+        key = stored.read("layers.0.key")
+        assert key.dtype == torch.bfloat16
+        decoded = key.float().numpy()[0, 0]
+        np.testing.assert_allclose(decoded, expected[:, order], atol=0.02)
+        assert (decoded[0] == x[0, order]).all()
+        assert torch.equal(stored.read("layers.0.value"), cache.read("layers.0.value"))
+        # two codes of 2 bits for two channels; two scales of 32 bits for 4 tokens of a pair
+        assert stored.bits.key == pytest.approx((4 * (2 + 8) + 16) / 5)
+        assert stored.bits.value == 16
+
+
+@pytest.mark.parametrize(("pairing", "rotary_dim"), [("none", 0), ("half", 2), ("unknown", 0)])
+def test_polar_needs_to_know_all_pairs(tmp_path: Path, pairing: str, rotary_dim: int) -> None:
+    path = rotated_capture(tmp_path / "c", np.ones((1, 1, 5, 4), np.float32), pairing, rotary_dim)
+    with CacheFile(path) as cache, pytest.raises(ConfigError, match=r"polar: needs .* all 4 chan"):
+        parse_scheme("polar").store(cache, tmp_path)
 
 
 def test_file_without_keys_and_values_is_refused(tmp_path: Path) -> None:

@@ -126,8 +126,8 @@ def test_part_of_a_cache_is_refused(llama: tuple[Any, Path]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 2}, "has 3 layers, the source 2"),
-        ({"num_key_value_heads": 4}, r"layer 0 holds keys \[1, 2, 20, 16\] of the prompt"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers: file 2, model 3"),
+        ({"num_key_value_heads": 4}, r"num_key_value_heads: file 4, model 2"),
     ],
 )
 def test_cache_of_another_shape_is_refused(
@@ -156,3 +156,21 @@ def test_layers_of_other_kinds_are_refused(llama: tuple[Any, Path]) -> None:
     static.update(last.keys, last.values)
     restored.cache.layers[2] = static
     assert_refused(restored, path, UnsupportedCache, "layer 2 of kind 'static' cannot be refined")
+
+
+def test_cache_of_another_model_is_refused_and_changes_nothing(
+    llama: tuple[Any, Path], tmp_path: Path
+) -> None:
+    model, path = llama
+    with kvz.open(path) as archive:
+        restored = restore(archive.anchor(), model)
+    before = restored.cache.layers[0].keys.clone()
+    other = tiny_llama()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.25)
+    captured = kvz.capture(other, restored.input_ids)
+    kvz.compress(captured, tmp_path / "other.kvz", "lynx")
+    with pytest.raises(IdentityMismatch, match="weights"):
+        refine(restored, tmp_path / "other.kvz")
+    assert torch.equal(restored.cache.layers[0].keys, before)

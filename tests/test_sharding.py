@@ -211,3 +211,17 @@ def test_commands_split_and_merge(whole: Path, tmp_path: Path) -> None:
     done = kvz("merge", *shards, "-o", "m.safetensors", cwd=tmp_path)
     assert done.stdout == b"m.safetensors: 4 kv heads of 2 shards\n"
     assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
+
+
+def test_shards_of_a_lossy_cache_say_so_and_so_does_what_they_merge_to(
+    whole: Path, tmp_path: Path
+) -> None:
+    archive = tmp_path / "lossy.kvz"
+    kvz_package.compress(whole / "c.safetensors", archive, "lynx")
+    shards = [tmp_path / f"lossy-{i}.safetensors" for i in range(2)]
+    split(archive, shards)
+    merge(shards, tmp_path / "merged.safetensors")
+    for path in (*shards, tmp_path / "merged.safetensors"):
+        data = path.read_bytes()
+        (length,) = struct.unpack_from("<Q", data)
+        assert json.loads(data[8 : 8 + length])["__metadata__"]["kvz.lossy"] == "lynx"

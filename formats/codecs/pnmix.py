@@ -297,12 +297,6 @@ def with_raw(
     return spans
 
 
-def max_payload_nbytes(fixed: tuple[Span, ...], geometry: Geometry) -> int:
-    """The length of a payload all of whose groups are raw."""
-    outer, _, inner = geometry.shape
-    return place([("raw", 2 * outer * geometry.coded * inner)], fixed[-1].end)[-1].end
-
-
 def chunk_step(config: Config) -> int:
     """Tokens of which a chunk should hold a multiple: whole groups and pages, and all sinks."""
     page_tokens = config.page_tokens if isinstance(config, KeyConfig) else None

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from kvz.bench.contestants import MAX_LOSS, CodecContestant
-from kvz.bench.device_workload import DeviceWorkload
-from kvz.codecs.base import is_progressive
+from kvz.bench.device_workload import Codebooks, DeviceWorkload
+from kvz.codecs.base import Codec, is_progressive
 from kvz.formats.errors import ContentMismatch
 from kvz.formats.ids import LOSSY_CODECS
-from kvz.gpu.bindings import DeviceBinding, require_binding
+from kvz.gpu.bindings import require_binding
 from kvz.gpu.device import Device
-from kvz.gpu.device_codec import DeviceDecoder, DeviceEncoder
+from kvz.gpu.device_codec import DeviceDecoder, DeviceEncoder, max_payload_nbytes
 
 #: Written before every timed encoding: more than any GPU's cache, and long enough to hide launches.
 _FLUSH_NBYTES = 512 << 20
@@ -68,7 +69,22 @@ class DeviceSpec:
         self.label = label
         self.codec = contestant.codec
         self.config = contestant.config
-        self.binding: DeviceBinding = require_binding(self.codec.name, self.config)
+        require_binding(self.codec.name, self.config)
+
+
+def by_codec(work: DeviceWorkload, codebooks: Codebooks) -> list[tuple[Codec, list[int]]]:
+    """The different codecs of a workload's tensors, and the numbers of each one's tensors."""
+    groups: dict[str, tuple[Codec, list[int]]] = {}
+    for i, name in enumerate(work.book_names):
+        codec = codebooks.codecs[name]
+        key = json.dumps([codec.name, codec.config_dict()], sort_keys=True)
+        groups.setdefault(key, (codec, []))[1].append(i)
+    return list(groups.values())
+
+
+def payload_room(work: DeviceWorkload, codec: Codec, members: Sequence[int]) -> int:
+    """Bytes that payloads of these tensors may take."""
+    return max_payload_nbytes([work.tensors[i].shape for i in members], codec)
 
 
 class DeviceCodecContestant:
@@ -83,7 +99,7 @@ class DeviceCodecContestant:
         self,
         spec: DeviceSpec,
         work: DeviceWorkload,
-        codebooks: Mapping[str, bytes],
+        codebooks: Codebooks,
         payloads: torch.Tensor,
         *,
         graph: bool = True,
@@ -94,13 +110,20 @@ class DeviceCodecContestant:
         self.config = spec.config
         self.graph = graph
         self._work = work
-        self._encoder = DeviceEncoder(
-            work.tensors,
-            spec.codec,
-            codebooks=[codebooks[name] for name in work.book_names],
-            payloads=payloads,
-        )
-        self._decoder = DeviceDecoder.of(self._encoder, work.outputs)
+        self._encoders: list[DeviceEncoder] = []
+        self._decoders: list[DeviceDecoder] = []
+        used = 0
+        for codec, members in by_codec(work, codebooks):
+            room = payload_room(work, codec, members)
+            encoder = DeviceEncoder(
+                [work.tensors[i] for i in members],
+                codec,
+                codebooks=[codebooks.books[work.book_names[i]] for i in members],
+                payloads=payloads[used : used + room],
+            )
+            used += room
+            self._encoders.append(encoder)
+            self._decoders.append(DeviceDecoder.of(encoder, [work.outputs[i] for i in members]))
         self._codec = spec.codec
         self._anchor_only = anchor_only
         #: Of a lossy codec: what the first round gave.
@@ -111,21 +134,24 @@ class DeviceCodecContestant:
         return self._work.nbytes
 
     def encode(self) -> None:
-        self._encoder.encode()
+        for encoder in self._encoders:
+            encoder.encode()
 
     def decode(self) -> None:
-        if self._anchor_only:
-            self._decoder.decode_draft()
-        else:
-            self._decoder.decode()
+        for decoder in self._decoders:
+            if self._anchor_only:
+                decoder.decode_draft()
+            else:
+                decoder.decode()
 
     def stored_nbytes(self) -> int:
-        return sum(self._encoder.payload_nbytes())
+        return sum(sum(encoder.payload_nbytes()) for encoder in self._encoders)
 
     def read_nbytes(self) -> int:
         residuals = 0
         if self._anchor_only and is_progressive(self._codec):
-            residuals = sum(self._codec.residual_nbytes(c.shape) for c in self._encoder.chunks)
+            chunks = [chunk for encoder in self._encoders for chunk in encoder.chunks]
+            residuals = sum(self._codec.residual_nbytes(chunk.shape) for chunk in chunks)
         return self.stored_nbytes() - residuals
 
     def ratio(self) -> float:
@@ -136,7 +162,8 @@ class DeviceCodecContestant:
 
     def is_restored(self) -> bool:
         """A lossy codec must give what it gave in the first round, near the input."""
-        self._decoder.check()
+        for decoder in self._decoders:
+            decoder.check()
         if self._codec.name not in LOSSY_CODECS:
             return self._work.is_restored()
         if self._first_outputs is None:

@@ -18,6 +18,8 @@ from kvz.bench.device_contestants import (
     DeviceSpec,
     Timer,
     Turns,
+    by_codec,
+    payload_room,
 )
 from kvz.bench.device_machine import describe_device
 from kvz.bench.device_results import (
@@ -30,6 +32,7 @@ from kvz.bench.device_results import (
 )
 from kvz.bench.device_workload import (
     BaseTensors,
+    Codebooks,
     DeviceWorkload,
     calibrate_all,
     check_alike,
@@ -41,7 +44,6 @@ from kvz.bench.measure import rotated
 from kvz.bench.workload import origin_of
 from kvz.formats.errors import ConfigError, SourceError
 from kvz.gpu.device import Device, align, open_device
-from kvz.gpu.device_codec import max_payload_nbytes
 from kvz.layout import Layout
 from kvz.safetensors_io import SafetensorsFile
 
@@ -89,7 +91,7 @@ class _CaptureBench:
         self._base = base
 
     def cases(
-        self, codebooks: Mapping[str, Mapping[str, bytes]], advance: Callable[[str], None]
+        self, codebooks: Mapping[str, Codebooks], advance: Callable[[str], None]
     ) -> Iterator[DeviceCase]:
         for nbytes in self._plan.sizes:
             work = repeated(self._base, nbytes, _size(nbytes))
@@ -104,13 +106,13 @@ class _CaptureBench:
     def _case(
         self,
         work: DeviceWorkload,
-        codebooks: Mapping[str, Mapping[str, bytes]],
+        codebooks: Mapping[str, Codebooks],
         baselines: Sequence[DeviceContestant],
         advance: Callable[[str], None],
         *,
         eager: bool = False,
     ) -> DeviceCase:
-        payloads = self._payloads(work)
+        payloads = self._payloads(work, codebooks)
         contestants: list[DeviceContestant] = []
         for spec in self._plan.specs:
             given = (spec, work, codebooks[spec.label], payloads)
@@ -127,10 +129,12 @@ class _CaptureBench:
         results = tuple(self._result(turn) for turn in turns)
         return DeviceCase(work.name, work.nbytes, len(work.tensors), results)
 
-    def _payloads(self, work: DeviceWorkload) -> torch.Tensor:
+    def _payloads(self, work: DeviceWorkload, codebooks: Mapping[str, Codebooks]) -> torch.Tensor:
         """Room for the payloads of any of the codecs, one after the other."""
-        shapes = [tensor.shape for tensor in work.tensors]
-        sizes = [max_payload_nbytes(shapes, spec.codec) for spec in self._plan.specs]
+        sizes = [
+            sum(payload_room(work, *group) for group in by_codec(work, codebooks[spec.label]))
+            for spec in self._plan.specs
+        ]
         return self._device.empty(align(max(sizes)))
 
     def _result(self, turns: Turns) -> DeviceContestantResult:
@@ -168,14 +172,14 @@ def _bench_capture(
     with SafetensorsFile(path) as source:
         base = load(source, plan.layout, device)
         name, origin = source.name, origin_of(source.metadata)
-    books_from = base
-    if plan.calibrate_on is not None:
-        with SafetensorsFile(plan.calibrate_on) as source:
+    with SafetensorsFile(plan.calibrate_on or path) as source:
+        books_from = base
+        if plan.calibrate_on is not None:
             books_from = load(source, plan.layout, device)
-        check_alike(base, books_from, plan.calibrate_on)
-    codebooks = {
-        spec.label: calibrate_all(spec.codec, spec.binding, books_from) for spec in plan.specs
-    }
+            check_alike(base, books_from, plan.calibrate_on)
+        codebooks = {
+            spec.label: calibrate_all(spec.codec, source, books_from) for spec in plan.specs
+        }
     del books_from
     bench = _CaptureBench(device, timer, copy, plan, base)
     return DeviceCaptureResult(

@@ -10,11 +10,11 @@ import torch
 
 from kvz.bench.workload import ShapeGroup, group_shapes, timed_entries
 from kvz.codecs.base import Codec
-from kvz.formats.errors import ContentMismatch
+from kvz.formats.errors import ConfigError, ContentMismatch
 from kvz.formats.head import TensorEntry
-from kvz.gpu.bindings import DeviceBinding
 from kvz.gpu.calibration import calibrate
 from kvz.gpu.device import Device, align
+from kvz.gpu.device_chunks import bind
 from kvz.layout import Layout
 from kvz.safetensors_io import SafetensorsFile
 
@@ -60,10 +60,26 @@ def load(source: SafetensorsFile, layout: Layout, device: Device) -> BaseTensors
     return BaseTensors(kept, tensors, tuple(warnings))
 
 
-def calibrate_all(codec: Codec, binding: DeviceBinding, base: BaseTensors) -> dict[str, bytes]:
-    """A codebook for each tensor, calibrated on the device."""
-    books = calibrate(codec, binding, list(base.tensors.values()))
-    return dict(zip(base.tensors, books, strict=True))
+@dataclass(frozen=True, slots=True)
+class Codebooks:
+    """By tensor name the codec that the wanted one chose, and the codebook."""
+
+    codecs: Mapping[str, Codec]
+    books: Mapping[str, bytes]
+
+
+def calibrate_all(codec: Codec, source: SafetensorsFile, base: BaseTensors) -> Codebooks:
+    """Codebooks calibrated on the device, for the tensors of ``source``. Raises ConfigError."""
+    codec = codec.for_source(source)
+    codecs, books = {}, {}
+    for entry in base.entries:
+        name = entry.name
+        chosen = codec.for_tensor(name, entry.dtype, entry.view_shape, entry.token_axis)
+        if chosen is None:
+            raise ConfigError(f"codec {codec.name} does not take tensor {name!r}")
+        codecs[name] = chosen
+        (books[name],) = calibrate(chosen, bind(chosen), [base.tensors[name]])
+    return Codebooks(codecs, books)
 
 
 def check_alike(base: BaseTensors, other: BaseTensors, name: str) -> None:

@@ -81,8 +81,8 @@ def command(
     Ratio, and speed in memory, of each codec, of zstd and of a plain copy, interleaved in one run;
     every decoded element is compared with the input. With --device cuda in device memory, against
     a copy there and nvCOMP. With --quality, what lossy codecs and plain quantisers lose: errors of
-    keys, values and attention, and with --model of the next token. The caches are safetensors
-    files.
+    keys, values and attention, and with --model of the next token; and how much a few pairs of key
+    channels matter. The caches are safetensors files.
 
     \b
     Example:

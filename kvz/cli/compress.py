@@ -55,8 +55,8 @@ def command(
 
     SRC is a safetensors file, its URL, or - for standard input; the archive may go to a URL. BF16
     tensors of the cache go through the codec, everything else is stored by zstd; all of it comes
-    back exactly, unless the codec is lossy (lynx): then keys and values come back close to what
-    they were.
+    back exactly, unless the codec is lossy (lynx, pnmix): then keys and values come back close to
+    what they were.
 
     With --out-dir SRC may also be a folder, a URL prefix ending in / (all .safetensors files below
     them), or a pattern in quotes; --json prints one document a line. A run that was interrupted is

@@ -73,7 +73,11 @@ class Choices(NamedTuple):
 
 
 def _with_pairs(config: KeyConfig, pairs: RopePairs) -> KeyConfig:
-    return replace(config, pairing=pairs.pairing, rotary_dim=pairs.rotary_dim)
+    """Raises ConfigError."""
+    try:
+        return replace(config, pairing=pairs.pairing, rotary_dim=pairs.rotary_dim)
+    except ValueError as error:
+        raise ConfigError(f"codec pnmix: {error}") from None
 
 
 class PnmixCodec(PnmixChunks[KeyConfig]):
@@ -209,7 +213,9 @@ class PnmixCodec(PnmixChunks[KeyConfig]):
                     "rope=interleaved (2i and 2i + 1)"
                 )
             recorded = RopePairs(rope, inner if rotary_dim is None else rotary_dim)
-        said = RopePairs(rope or recorded.pairing, rotary_dim or recorded.rotary_dim)
+        said = RopePairs(
+            rope or recorded.pairing, recorded.rotary_dim if rotary_dim is None else rotary_dim
+        )
         if said != recorded:
             raise ConfigError(
                 f"rope={said.pairing} with rotary_dim {said.rotary_dim} contradicts the capture: "

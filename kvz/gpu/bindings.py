@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from kvz.codecs.base import Shape
+from kvz.codecs.base import U8, Shape
 from kvz.formats.codecs import gaac as gaac_layout
+from kvz.formats.codecs import pnmix as pnmix_layout
 from kvz.formats.codecs import splitzip as splitzip_layout
 from kvz.formats.codecs.gaac import GaacConfig, Geometry
+from kvz.formats.codecs.lynx import LynxConfig
 from kvz.formats.codecs.spans import check_fits
 from kvz.formats.codecs.splitzip import SplitzipConfig
 from kvz.formats.errors import ConfigError
+from kvz.formats.head import Head
 from kvz.kernels.gpu import gaac, splitzip
 from kvz.kernels.gpu.chunks import Batch, ChunkPlace
 from kvz.kernels.gpu.payload_ends import payload_ends
@@ -29,11 +33,23 @@ MAX_CHUNK_ELEMENTS = (1 << 31) - 1
 _FIRST_STREAM_FIELD = 7
 
 
+class Detail(Enum):
+    """What a payload is, and what of it is decoded. Codecs without anchors know but ``FULL``."""
+
+    #: All of it; of a progressive codec anchor, padding and residual.
+    FULL = "full"
+    #: Of anchor, padding and residual the anchor; the residual need not be there yet.
+    DRAFT = "draft"
+    #: An anchor alone.
+    ANCHOR = "anchor"
+
+
 class ChunkMemory(NamedTuple):
     """Addresses of a chunk ``[outer, tokens, inner]`` in device memory.
 
-    ``outer_stride``: elements from one outer index to the next. ``payload_nbytes`` is read by
-    decoders only.
+    ``outer_stride``: elements from one outer index to the next. ``codebook``: of what
+    :meth:`DeviceBinding.codebook` gave for ``prepared``. ``payload_nbytes`` is read by decoders
+    only. ``start``: the chunk's first token.
     """
 
     shape: Shape
@@ -42,6 +58,8 @@ class ChunkMemory(NamedTuple):
     payload: int
     codebook: int
     payload_nbytes: int = 0
+    start: int = 0
+    prepared: Any = None
 
 
 class Workspace(NamedTuple):
@@ -75,6 +93,10 @@ class DeviceBinding(Protocol):
         """Raises ConfigError for chunks that the kernels cannot take."""
         ...
 
+    def codebook(self, prepared: Any) -> U8:
+        """What the kernels need of a prepared codebook."""
+        ...
+
     def max_payload_nbytes(self, shape: Shape) -> int: ...
 
     def fixed_nbytes(self, shape: Shape) -> int:
@@ -89,11 +111,11 @@ class DeviceBinding(Protocol):
         """Payloads, and their lengths to int64[chunks]. Gaps between streams are not touched."""
         ...
 
-    def check_payload(self, shape: Shape, payload_nbytes: int) -> None:
+    def check_payload(self, shape: Shape, payload_nbytes: int, detail: Detail) -> None:
         """Raises InvalidField when a payload is shorter than its shape requires."""
         ...
 
-    def decode(self, batch: Batch, status: torch.Tensor, inner: int) -> None:
+    def decode(self, batch: Batch, status: torch.Tensor, inner: int, detail: Detail) -> None:
         """``status`` int32[chunks], zero before, becomes 1 where a payload contradicts itself."""
         ...
 
@@ -110,12 +132,15 @@ class GaacBinding:
         self._config = config
 
     def check_shape(self, shape: Shape) -> None:
-        _check_len(shape)
+        check_len(shape)
         if shape[2] > MAX_GAAC_INNER:
             raise ConfigError(
                 f"codec gaac: the GPU kernels take up to {MAX_GAAC_INNER} channels, "
                 f"not {shape[2]}; use device cpu"
             )
+
+    def codebook(self, prepared: U8) -> U8:
+        return prepared
 
     def max_payload_nbytes(self, shape: Shape) -> int:
         return gaac_layout.max_payload_nbytes(shape, self._config)
@@ -154,10 +179,10 @@ class GaacBinding:
         last_field = self.last_nbytes_field - 1
         payload_ends(batch, work.totals, lengths, last_field=last_field, paired=False)
 
-    def check_payload(self, shape: Shape, payload_nbytes: int) -> None:
+    def check_payload(self, shape: Shape, payload_nbytes: int, detail: Detail) -> None:
         gaac_layout.streams(shape, self._config, payload_nbytes)
 
-    def decode(self, batch: Batch, status: torch.Tensor, inner: int) -> None:
+    def decode(self, batch: Batch, status: torch.Tensor, inner: int, detail: Detail) -> None:
         gaac.decode(batch, status, narrow=self._config.narrow, **self._options(inner))
 
 
@@ -168,7 +193,10 @@ class SplitzipBinding:
     last_nbytes_field = _FIRST_STREAM_FIELD + 3
 
     def check_shape(self, shape: Shape) -> None:
-        _check_len(shape)
+        check_len(shape)
+
+    def codebook(self, prepared: U8) -> U8:
+        return prepared
 
     def max_payload_nbytes(self, shape: Shape) -> int:
         return splitzip_layout.max_payload_nbytes(math.prod(shape))
@@ -201,10 +229,10 @@ class SplitzipBinding:
         last_field = self.last_nbytes_field - 1
         payload_ends(batch, work.totals, lengths, last_field=last_field, paired=True)
 
-    def check_payload(self, shape: Shape, payload_nbytes: int) -> None:
+    def check_payload(self, shape: Shape, payload_nbytes: int, detail: Detail) -> None:
         check_fits(splitzip_layout.escape_streams(math.prod(shape), 0), payload_nbytes)
 
-    def decode(self, batch: Batch, status: torch.Tensor, inner: int) -> None:
+    def decode(self, batch: Batch, status: torch.Tensor, inner: int, detail: Detail) -> None:
         splitzip.decode(batch, status, **self._options(inner))
 
     @staticmethod
@@ -212,7 +240,8 @@ class SplitzipBinding:
         return {"inner": inner, "block_len": splitzip_layout.BLOCK_LEN}
 
 
-def _check_len(shape: Shape) -> None:
+def check_len(shape: Shape) -> None:
+    """Raises ConfigError for a chunk of more elements than the kernels can count."""
     if math.prod(shape) > MAX_CHUNK_ELEMENTS:
         raise ConfigError(
             f"a chunk of {math.prod(shape)} elements exceeds {MAX_CHUNK_ELEMENTS}; "
@@ -230,14 +259,43 @@ def find_binding(codec: str, config: Mapping[str, Any]) -> DeviceBinding | None:
     if codec == "splitzip":
         SplitzipConfig.from_dict(config)
         return SplitzipBinding()
+    if codec == "lynx":
+        from kvz.gpu.lynx_binding import LynxBinding
+
+        return LynxBinding(LynxConfig.from_dict(config))
+    if codec == "pnmix":
+        from kvz.gpu.pnmix_binding import PnmixBinding
+
+        return PnmixBinding(pnmix_layout.config_from_dict(config))
     return None
+
+
+def find_bindings(head: Head) -> dict[int, DeviceBinding]:
+    """The bindings of an archive's codecs, by their numbers, of those that have GPU kernels.
+
+    Raises ConfigError: none has, or a tensor's shape or a configuration is not for them.
+    """
+    bindings = {
+        number: binding
+        for number, codec in enumerate(head.codecs)
+        if (binding := find_binding(codec.name, codec.config)) is not None
+    }
+    if not bindings:
+        names = ", ".join(codec.name for codec in head.codecs)
+        raise ConfigError(f"codec {names} has no GPU kernels; use device cpu")
+    for entry in head.tensors:
+        if entry.codec in bindings and entry.num_chunks:
+            bindings[entry.codec].check_shape(entry.chunk_shape(0))
+    return bindings
 
 
 def require_binding(codec: str, config: Mapping[str, Any]) -> DeviceBinding:
     """As :func:`find_binding`. Raises ConfigError."""
     binding = find_binding(codec, config)
     if binding is None:
-        raise ConfigError(f"codec {codec} has no GPU kernels; use gaac or splitzip, or device cpu")
+        raise ConfigError(
+            f"codec {codec} has no GPU kernels; use gaac, splitzip or lynx, or device cpu"
+        )
     return binding
 
 

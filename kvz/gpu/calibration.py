@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kvz.codebooks import sample_starts
 from kvz.codecs.base import Codec
 from kvz.codecs.gaac import GaacCodec
+from kvz.codecs.splitzip import SplitzipCodec
 from kvz.formats.codecs import gaac as gaac_layout
 from kvz.formats.codecs import splitzip as splitzip_layout
 from kvz.gpu.bindings import ChunkMemory, DeviceBinding, Workspace, make_batch
@@ -58,8 +59,13 @@ def calibrate(codec: Codec, binding: DeviceBinding, tensors: Sequence[torch.Tens
 
     Waits for the device.
     """
+    if not codec.needs_codebook:
+        return [b""] * len(tensors)
     if isinstance(codec, GaacCodec):
         return [_calibrate_gaac(codec, binding, bits) for bits in tensors]
+    if not isinstance(codec, SplitzipCodec):
+        # it comes from the whole capture, not from these elements
+        return [codec.calibrate(np.empty((0, 0, 0), np.uint16), len(bits[0])) for bits in tensors]
     counts = [exponent_histogram(sample(bits)).sum(dim=(0, 1)) for bits in tensors]
     size = splitzip_layout.CODEBOOK_SIZE
     return [frequent_exponents(row, size).tobytes() for row in torch.stack(counts).cpu().numpy()]
@@ -85,7 +91,7 @@ def _encoded_nbytes(
 ) -> int:
     outer, tokens, inner = bits.shape
     device = bits.device
-    prepared: NDArray[np.uint8] = codec.prepare(codebook, "BF16", outer, inner)
+    prepared: NDArray[np.uint8] = codec.prepare(codebook, "BF16", (outer, tokens, inner))
     book = torch.from_numpy(prepared).to(device)
     payload = torch.empty(
         binding.max_payload_nbytes((outer, tokens, inner)), dtype=torch.uint8, device=device

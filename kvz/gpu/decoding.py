@@ -11,12 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvz.chunk_decoding import ChunkJobs, Consume
-from kvz.formats.errors import ConfigError, InvalidField, KvzError
+from kvz.formats.errors import InvalidField, KvzError
 from kvz.formats.head import Head, TensorEntry
 from kvz.formats.ids import SectionKind
-from kvz.gpu.bindings import ChunkMemory, DeviceBinding, find_binding, make_batch
+from kvz.gpu.bindings import ChunkMemory, Detail, DeviceBinding, find_bindings, make_batch
 from kvz.gpu.device import open_device
 from kvz.gpu.pipeline import Batch, DevicePiece, HostJob, Pipeline, SlotPool
 from kvz.gpu.slots import Places, Slot
@@ -39,10 +40,15 @@ class _Placed(NamedTuple):
     codebook: int
     raw: int
     prepared: Any
+    book: NDArray[np.uint8]
 
     @property
     def nbytes(self) -> int:
         return _ITEMSIZE * math.prod(self.shape)
+
+    @property
+    def detail(self) -> Detail:
+        return Detail.ANCHOR if self.encoded.kind is SectionKind.ANCHOR else Detail.FULL
 
     @property
     def name(self) -> str:
@@ -56,17 +62,7 @@ class GpuDecoder:
         """Raises ConfigError: no such device, or codecs or shapes without GPU kernels."""
         self._device = open_device(device)
         self._head = head
-        self._bindings = {
-            number: binding
-            for number, codec in enumerate(head.codecs)
-            if (binding := find_binding(codec.name, codec.config)) is not None
-        }
-        if not self._bindings:
-            names = ", ".join(codec.name for codec in head.codecs)
-            raise ConfigError(f"codec {names} has no GPU kernels; use device cpu")
-        for entry in head.tensors:
-            if entry.codec in self._bindings and entry.num_chunks:
-                self._bindings[entry.codec].check_shape(entry.chunk_shape(0))
+        self._bindings = find_bindings(head)
         self.name = device
         self.stages = StageClock()
         self._slots = SlotPool(self._device)
@@ -91,7 +87,7 @@ class GpuDecoder:
         for encoded in chunks:
             entry = self._head.tensors[encoded.tensor]
             nbytes = entry.itemsize * math.prod(entry.chunk_shape(encoded.chunk))
-            if entry.codec in self._bindings and encoded.kind is SectionKind.ENCODED:
+            if entry.codec in self._bindings and encoded.kind is not SectionKind.RAW:
                 # a section may not be longer than the chunk; a hostile one is not trusted with it
                 yield DevicePiece(encoded, max(nbytes, encoded.payload_nbytes))
             else:
@@ -128,19 +124,21 @@ class GpuDecoder:
             entry = self._head.tensors[encoded.tensor]
             shape = entry.chunk_shape(encoded.chunk)
             prepared = encoded.prepared()
+            book = self._bindings[entry.codec].codebook(prepared)
             payload = sources.take(encoded.payload_nbytes)
             if encoded.tensor not in codebooks:
-                codebooks[encoded.tensor] = sources.take(prepared.size)
+                codebooks[encoded.tensor] = sources.take(book.size)
             raw = results.take(_ITEMSIZE * math.prod(shape))
             codebook = codebooks[encoded.tensor]
-            placed.append(_Placed(encoded, entry, shape, payload, codebook, raw, prepared))
+            where = (payload, codebook, raw)
+            placed.append(_Placed(encoded, entry, shape, *where, prepared, book))
         slot.upload.reserve(sources.nbytes)
         slot.sources.reserve(sources.nbytes)
         slot.results.reserve(results.nbytes)
         slot.download.reserve(results.nbytes)
         for chunk in placed:
-            book = slot.upload.array(chunk.codebook, chunk.prepared.size)
-            np.copyto(book, chunk.prepared.reshape(-1))
+            book = slot.upload.array(chunk.codebook, chunk.book.size)
+            np.copyto(book, chunk.book.reshape(-1))
         return placed
 
     def _read(self, slot: Slot, placed: list[_Placed], workers: ThreadPoolExecutor) -> None:
@@ -152,7 +150,8 @@ class GpuDecoder:
 
     def _check_payload(self, chunk: _Placed) -> None:
         try:
-            self._binding(chunk).check_payload(chunk.shape, chunk.encoded.payload_nbytes)
+            nbytes = chunk.encoded.payload_nbytes
+            self._binding(chunk).check_payload(chunk.shape, nbytes, chunk.detail)
         except KvzError as error:
             raise type(error)(f"{chunk.name}: {error}") from None
 
@@ -161,24 +160,26 @@ class GpuDecoder:
         device = slot.device
         start, sent, begun, decoded, fetched = (device.marker() for _ in range(5))
         status = torch.zeros(len(placed), dtype=torch.int32, device=device.torch_device)
-        groups: dict[tuple[int, int], list[int]] = {}
+        groups: dict[tuple[int, int, Detail], list[int]] = {}
         for i, chunk in enumerate(placed):
-            groups.setdefault((chunk.entry.codec, chunk.shape[2]), []).append(i)
+            key = (chunk.entry.codec, chunk.shape[2], chunk.detail)
+            groups.setdefault(key, []).append(i)
         launches = [
-            (self._bindings[codec], inner, self._tables(slot, [placed[i] for i in rows]), rows)
-            for (codec, inner), rows in groups.items()
+            (key, self._tables(slot, [placed[i] for i in rows]), rows)
+            for key, rows in groups.items()
         ]
         last = placed[-1]
         ends = [last.payload + last.encoded.payload_nbytes]
-        ends += [chunk.codebook + int(chunk.prepared.size) for chunk in placed]
+        ends += [chunk.codebook + chunk.book.size for chunk in placed]
         start.record()
         slot.send(max(ends))
         sent.record()
         with device.launching:
             begun.record()
             position = 0
-            for binding, inner, tables, rows in launches:
-                binding.decode(tables, status[position : position + len(rows)], inner)
+            for (codec, inner, detail), tables, rows in launches:
+                part = status[position : position + len(rows)]
+                self._bindings[codec].decode(tables, part, inner, detail)
                 position += len(rows)
             decoded.record()
         slot.fetch([(0, 0, last.raw + last.nbytes)])
@@ -201,6 +202,8 @@ class GpuDecoder:
                 payload=slot.sources.address + chunk.payload,
                 codebook=slot.sources.address + chunk.codebook,
                 payload_nbytes=chunk.encoded.payload_nbytes,
+                start=chunk.entry.chunk_range(chunk.encoded.chunk)[0],
+                prepared=chunk.prepared,
             )
             for chunk in placed
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,11 +59,12 @@ def plan_chunks(
     ``chunk_tokens``: tokens of a chunk, by default as many as :func:`kvz.compress` takes. Raises
     ConfigError.
     """
-    binding = bind(resolve_codec(codec, codec_options))
+    resolved = resolve_codec(codec, codec_options)
+    binding = bind(resolved)
     chunks: list[DeviceChunk] = []
     offset = 0
     for number, shape in enumerate(shapes):
-        entry = _entry(tuple(shape), chunk_tokens)
+        entry = _entry(tuple(shape), chunk_tokens, resolved.chunk_step)
         for chunk in range(entry.num_chunks):
             binding.check_shape(entry.chunk_shape(chunk))
             capacity = binding.max_payload_nbytes(entry.chunk_shape(chunk))
@@ -85,11 +87,13 @@ def max_payload_nbytes(
     return chunks[-1].offset + align(chunks[-1].capacity) if chunks else 0
 
 
-def _entry(shape: tuple[int, ...], chunk_tokens: int | None) -> TensorEntry:
+def _entry(shape: tuple[int, ...], chunk_tokens: int | None, chunk_step: int) -> TensorEntry:
     if len(shape) < 2:
         raise ConfigError(f"tensor of shape {list(shape)} must be [..., tokens, head_dim]")
     axis = len(shape) - 2
-    step = chunk_tokens or default_chunk_tokens(StoredTensor("", "BF16", shape, 0), axis)
+    step = chunk_tokens or default_chunk_tokens(
+        StoredTensor("", "BF16", shape, 0), axis, chunk_step
+    )
     return TensorEntry("", "BF16", shape, axis, step, 0)
 
 
@@ -126,13 +130,14 @@ class Launch:
         binding: DeviceBinding,
         chunks: Sequence[DeviceChunk],
         tensors: Sequence[torch.Tensor],
-        prepared: Sequence[U8],
+        prepared: Sequence[Any],
         payloads: torch.Tensor,
         lengths: Sequence[int] | None,
     ) -> None:
         if payloads.data_ptr() % ALIGNMENT:
             raise ConfigError(f"payloads must start at an address that {ALIGNMENT} divides")
-        self.books = _upload_codebooks(prepared, payloads.device)
+        books = [binding.codebook(each) for each in prepared]
+        self.books = _upload_codebooks(books, payloads.device)
         self.inner = chunks[0].shape[2]
         if any(chunk.shape[2] != self.inner for chunk in chunks):
             raise ConfigError("all tensors of one encoder or decoder must have the same head_dim")
@@ -147,17 +152,19 @@ class Launch:
                     payload=payloads.data_ptr() + chunk.offset,
                     codebook=self.books[chunk.tensor].data_ptr(),
                     payload_nbytes=0 if lengths is None else lengths[i],
+                    start=chunk.start,
+                    prepared=prepared[chunk.tensor],
                 )
             )
         self.batch = make_batch(binding, memories, payloads.device)
 
 
-def _upload_codebooks(prepared: Sequence[U8], device: torch.device) -> list[torch.Tensor]:
+def _upload_codebooks(books: Sequence[U8], device: torch.device) -> list[torch.Tensor]:
     offsets = [0]
-    for book in prepared:
+    for book in books:
         offsets.append(offsets[-1] + align(book.size))
     host = np.zeros(offsets[-1], np.uint8)
-    for book, offset in zip(prepared, offsets, strict=False):
+    for book, offset in zip(books, offsets, strict=False):
         host[offset : offset + book.size] = book.reshape(-1)
     arena = torch.from_numpy(host).to(device)
-    return [arena[o : o + book.size] for book, o in zip(prepared, offsets, strict=False)]
+    return [arena[o : o + book.size] for book, o in zip(books, offsets, strict=False)]

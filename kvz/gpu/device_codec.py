@@ -8,7 +8,10 @@
     decoder.decode()                                # so is this; lengths never leave the device
     decoder.check()                                 # waits
 
-Payloads are those of an archive's sections, byte for byte (spec/gaac.md, spec/splitzip.md).
+Payloads are those of an archive's sections, byte for byte (spec/gaac.md, spec/splitzip.md). A
+progressive codec's (spec/lynx.md) are anchor, padding up to a multiple of 64, and residual; while
+the residuals have not arrived, ``decoder.decode_draft()`` decodes the anchors, and later
+``decoder.decode()`` refines what that left.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch
 from kvz.codecs import DEFAULT_CODEC
 from kvz.codecs.base import Codec
 from kvz.formats.errors import ConfigError, InvalidField, KvzError
-from kvz.gpu.bindings import Workspace
+from kvz.gpu.bindings import Detail, Workspace
 from kvz.gpu.calibration import calibrate
 from kvz.gpu.device import ALIGNMENT, align, device_of
 from kvz.gpu.device_chunks import (
@@ -76,7 +79,7 @@ class DeviceEncoder:
             codebooks = calibrate(self.codec, self._binding, bits)
         self.codebooks = _check_count(codebooks, tensors, "codebooks")
         prepared = [
-            self.codec.prepare(book, "BF16", part.shape[0], part.shape[2])
+            self.codec.prepare(book, "BF16", (part.shape[0], part.shape[1], part.shape[2]))
             for book, part in zip(codebooks, bits, strict=True)
         ]
         self.payloads = _take_payloads(payloads, self.chunks, device)
@@ -152,6 +155,7 @@ class DeviceDecoder:
         that do not fit the shapes.
         """
         resolved = resolve_codec(codec, codec_options)
+        self._is_progressive = resolved.is_progressive
         self._binding = bind(resolved)
         device = device_of(payloads).torch_device
         bits = [as_bits(tensor) for tensor in outputs]
@@ -162,7 +166,7 @@ class DeviceDecoder:
                 f"{len(offsets)} offsets and {len(lengths)} lengths for {len(planned)} chunks"
             )
         prepared = [
-            resolved.prepare(book, "BF16", part.shape[0], part.shape[2])
+            resolved.prepare(book, "BF16", (part.shape[0], part.shape[1], part.shape[2]))
             for book, part in zip(_check_count(codebooks, outputs, "codebooks"), bits, strict=True)
         ]
         known = None if isinstance(lengths, torch.Tensor) else list(lengths)
@@ -201,19 +205,31 @@ class DeviceDecoder:
             )
         if lengths is not None:
             try:
-                self._binding.check_payload(chunk.shape, nbytes)
+                self._binding.check_payload(chunk.shape, nbytes, Detail.FULL)
             except KvzError as error:
                 raise type(error)(f"chunk {i}: {error}") from None
         return DeviceChunk(chunk.tensor, chunk.start, chunk.stop, chunk.shape, offset, nbytes)
 
     def decode(self) -> None:
         """Decode into the outputs, in the current stream."""
+        self._decode(Detail.FULL)
+
+    def decode_draft(self) -> None:
+        """Decode the anchors alone; residuals, which need not be there yet, are not read.
+
+        Raises ConfigError for a codec that is not progressive.
+        """
+        if not self._is_progressive:
+            raise ConfigError("the codec makes no anchors: there is no draft to decode")
+        self._decode(Detail.DRAFT)
+
+    def _decode(self, detail: Detail) -> None:
         batch = self._launch.batch
         if self._lengths is not None:
             field = batch.chunks[:, self._binding.last_nbytes_field]
             torch.sub(self._lengths, self._fixed, out=field)
         self.status.zero_()
-        self._binding.decode(batch, self.status, self._launch.inner)
+        self._binding.decode(batch, self.status, self._launch.inner, detail)
 
     def check(self) -> None:
         """Wait for the device. Raises InvalidField when a payload contradicted itself."""

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from kvz.codecs.base import RESIDUAL_ALIGNMENT, is_progressive
 from kvz.formats import container
 from kvz.formats.head import Head
 from kvz.formats.ids import SectionKind
-from kvz.gpu.bindings import ChunkMemory, Workspace, make_batch, require_binding
+from kvz.gpu.bindings import ChunkMemory, DeviceBinding, Workspace, find_bindings, make_batch
 from kvz.gpu.device import open_device
 from kvz.gpu.pipeline import Batch, DevicePiece, HostJob, Pipeline, SlotPool
 from kvz.gpu.slots import Places, Slot
@@ -38,23 +40,25 @@ class _Placed(NamedTuple):
     payload: int
     capacity: int
     prepared: Any
+    book: NDArray[np.uint8]
 
     @property
     def nbytes(self) -> int:
         return _ITEMSIZE * math.prod(self.shape)
 
+    @property
+    def start(self) -> int:
+        """The chunk's first token."""
+        return self.item.entry.chunk_range(self.item.chunk)[0]
+
 
 class GpuEncoder:
-    """Encodes the tensors that the archive's codec takes; the others go through the CPU."""
+    """Encodes the tensors whose codecs have GPU kernels; the others go through the CPU."""
 
     def __init__(self, device: str, head: Head) -> None:
         """Raises ConfigError: no such device, or a codec or shape without GPU kernels."""
         self._device = open_device(device)
-        codec = head.codecs[0]
-        self._binding = require_binding(codec.name, codec.config)
-        for entry in head.tensors:
-            if entry.codec == 0 and entry.num_chunks:
-                self._binding.check_shape(entry.chunk_shape(0))
+        self._bindings = find_bindings(head)
         self.name = device
         self.stages = StageClock()
         self._slots = SlotPool(self._device)
@@ -79,7 +83,7 @@ class GpuEncoder:
                 yield HostJob(item, 0)
                 continue
             nbytes = item.entry.itemsize * math.prod(item.entry.chunk_shape(item.chunk))
-            if item.entry.codec == 0:
+            if item.entry.codec in self._bindings:
                 yield DevicePiece(item, nbytes)
             else:
                 yield HostJob(partial(planned.encode, item), nbytes)
@@ -113,33 +117,36 @@ class GpuEncoder:
         codebooks: dict[int, int] = {}
         placed = []
         for item, prepared in zip(items, all_prepared, strict=True):
+            binding = self._bindings[item.entry.codec]
+            book = binding.codebook(prepared)
             shape = item.entry.chunk_shape(item.chunk)
             raw = sources.take(_ITEMSIZE * math.prod(shape))
             if item.tensor not in codebooks:
-                codebooks[item.tensor] = sources.take(prepared.size)
-            capacity = self._binding.max_payload_nbytes(shape)
+                codebooks[item.tensor] = sources.take(book.size)
+            capacity = binding.max_payload_nbytes(shape)
             payload = results.take(capacity)
             codebook = codebooks[item.tensor]
-            placed.append(_Placed(item, shape, raw, codebook, payload, capacity, prepared))
+            where = (raw, codebook, payload, capacity)
+            placed.append(_Placed(item, shape, *where, prepared, book))
         slot.upload.reserve(sources.nbytes)
         slot.sources.reserve(sources.nbytes)
         slot.results.reserve(results.nbytes)
         for chunk in placed:
-            book = slot.upload.array(chunk.codebook, chunk.prepared.size)
-            np.copyto(book, chunk.prepared.reshape(-1))
+            book = slot.upload.array(chunk.codebook, chunk.book.size)
+            np.copyto(book, chunk.book.reshape(-1))
         return placed
 
     def _encode(self, slot: Slot, placed: list[_Placed]) -> list[int]:
         """Payloads in the slot's results; returns their lengths."""
         device = slot.device
         start, sent, begun, encoded = (device.marker() for _ in range(4))
-        groups: dict[int, list[int]] = {}
+        groups: dict[tuple[int, int], list[int]] = {}
         for i, chunk in enumerate(placed):
-            groups.setdefault(chunk.shape[2], []).append(i)
+            groups.setdefault((chunk.item.entry.codec, chunk.shape[2]), []).append(i)
         lengths = torch.empty(len(placed), dtype=torch.int64, device=device.torch_device)
         launches = [
-            (inner, self._tables(slot, [placed[i] for i in rows]), rows)
-            for inner, rows in groups.items()
+            (key, self._tables(slot, [placed[i] for i in rows]), rows)
+            for key, rows in groups.items()
         ]
         start.record()
         slot.send(max(placed[-1].raw + placed[-1].nbytes, _codebook_end(placed)))
@@ -149,9 +156,9 @@ class GpuEncoder:
             # encoders do not touch the gaps between streams
             slot.results.part(0, placed[-1].payload + placed[-1].capacity).zero_()
             position = 0
-            for inner, (tables, work), rows in launches:
+            for (codec, inner), (tables, work), rows in launches:
                 part = lengths[position : position + len(rows)]
-                self._binding.encode(tables, work, part, inner)
+                self._bindings[codec].encode(tables, work, part, inner)
                 position += len(rows)
             encoded.record()
         found = lengths.tolist()
@@ -170,12 +177,15 @@ class GpuEncoder:
                 outer_stride=chunk.shape[1] * chunk.shape[2],
                 payload=slot.results.address + chunk.payload,
                 codebook=slot.sources.address + chunk.codebook,
+                start=chunk.start,
+                prepared=chunk.prepared,
             )
             for chunk in placed
         ]
         device = slot.device.torch_device
-        tables = make_batch(self._binding, memories, device)
-        nbytes = self._binding.scratch_nbytes(tables, placed[0].shape[2])
+        binding: DeviceBinding = self._bindings[placed[0].item.entry.codec]
+        tables = make_batch(binding, memories, device)
+        nbytes = binding.scratch_nbytes(tables, placed[0].shape[2])
         return tables, Workspace.empty(tables, nbytes, device)
 
     def _fetch(self, slot: Slot, placed: list[_Placed], lengths: list[int]) -> list[int]:
@@ -184,7 +194,8 @@ class GpuEncoder:
         moves, offsets = [], []
         for chunk, length in zip(placed, lengths, strict=True):
             offsets.append(places.nbytes)
-            if length < chunk.nbytes:
+            # of a progressive codec the padding does not count
+            if length < chunk.nbytes + RESIDUAL_ALIGNMENT:
                 moves.append((chunk.payload, places.take(length), length))
         slot.download.reserve(places.nbytes)
         start, done = slot.device.marker(), slot.device.marker()
@@ -197,24 +208,39 @@ class GpuEncoder:
 
 
 def _codebook_end(placed: list[_Placed]) -> int:
-    return max(chunk.codebook + int(chunk.prepared.size) for chunk in placed)
+    return max(chunk.codebook + chunk.book.size for chunk in placed)
 
 
 def _read(slot: Slot, chunk: _Placed) -> None:
     raw = slot.upload.array(chunk.raw, chunk.nbytes)
-    start, _ = chunk.item.entry.chunk_range(chunk.item.chunk)
-    chunk.item.reader.read(start, raw.view(np.uint16).reshape(chunk.shape))
+    chunk.item.reader.read(chunk.start, raw.view(np.uint16).reshape(chunk.shape))
 
 
 def _section(
     slot: Slot, chunk: _Placed, offset: int, length: int, release: Callable[[], None]
 ) -> Section:
-    kind, payload = SectionKind.ENCODED, slot.download.array(offset, length)
-    if length >= chunk.nbytes:
-        kind, payload = SectionKind.RAW, slot.upload.array(chunk.raw, chunk.nbytes)
     item = chunk.item
+    kind, payload, residual = SectionKind.RAW, slot.upload.array(chunk.raw, chunk.nbytes), None
+    if length < chunk.nbytes + RESIDUAL_ALIGNMENT:
+        encoded, encoded_residual = _split(chunk, slot.download.array(offset, length))
+        stored = encoded.size + (0 if encoded_residual is None else encoded_residual.size)
+        if stored < chunk.nbytes:
+            kind, payload, residual = SectionKind.ENCODED, encoded, encoded_residual
+            if residual is not None:
+                kind = SectionKind.ANCHOR
     total = container.checksum(payload)
-    return Section(kind, item.tensor, item.chunk, payload, total, chunk.nbytes, release)
+    return Section(kind, item.tensor, item.chunk, payload, total, chunk.nbytes, release, residual)
+
+
+def _split(
+    chunk: _Placed, payload: NDArray[np.uint8]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
+    """Anchor and residual; of a codec that is not progressive the payload and None."""
+    codec = chunk.item.codec
+    if not is_progressive(codec):
+        return payload, None
+    residual = payload[payload.size - codec.residual_nbytes(chunk.shape) :]
+    return payload[: codec.anchor_nbytes(payload, chunk.shape, chunk.start)], residual
 
 
 class _Countdown:

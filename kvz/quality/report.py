@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 
 from kvz.quality.results import CaptureQuality, QualityReport, SchemeResult
+from kvz.quality.saliency_report import CHOSEN_SHARE, SaliencyReport
 
 _WIDTH = 100
 _NAME_WIDTH = 28
@@ -35,6 +36,12 @@ _MODEL_NOTES = (
     "is BF16 and has the perplexity in the heading); keys and values of later tokens are exact."
 )
 
+_SALIENCY_NOTE = (
+    "importance of a pair of key channels: mean norm of the queries * mean norm of the keys in it. "
+    "overlap: pairs chosen on both parts of the prompt / pairs chosen on either, mean over heads "
+    "and layers; by chance about 33 %."
+)
+
 _Column = tuple[str, int, Callable[[SchemeResult], str]]
 
 
@@ -52,6 +59,8 @@ def render(report: QualityReport) -> str:
         notes.append(_WINDOW_NOTE)
     if any(capture.windows for capture in report.captures):
         notes.append(_MODEL_NOTES)
+    if any(capture.saliency for capture in report.captures):
+        notes.append(_SALIENCY_NOTE)
     for note in notes:
         lines += ["", *textwrap.wrap(note, _WIDTH)]
     return "\n".join(lines) + "\n"
@@ -72,6 +81,9 @@ def _capture_lines(capture: CaptureQuality) -> Iterator[str]:
     )
     yield ""
     yield from _table(capture.schemes, _columns(capture))
+    if capture.saliency is not None:
+        yield ""
+        yield from _saliency_lines(capture.saliency)
     windows = capture.windows
     if windows is not None:
         yield ""
@@ -82,6 +94,22 @@ def _capture_lines(capture: CaptureQuality) -> Iterator[str]:
         )
         yield from textwrap.wrap(described, _WIDTH, initial_indent="  ", subsequent_indent="    ")
         yield from _table(capture.schemes, _MODEL_COLUMNS)
+
+
+def _saliency_lines(report: SaliencyReport) -> Iterator[str]:
+    shares = " / ".join(f"{100 * top.share:g}" for top in report.top)
+    held = " / ".join(f"{100 * top.importance:.1f}" for top in report.top)
+    yield (
+        f"  salient pairs of {report.num_layers} layers: the top {shares} % hold {held} % of the "
+        "importance"
+    )
+    if report.ranges:
+        overlaps = ", ".join(f"{100 * x.jaccard:.1f} % ({x.start}:{x.stop})" for x in report.ranges)
+        described = (
+            f"the top {100 * CHOSEN_SHARE:g} % of tokens 0:{report.prefill} overlap with those of "
+            f"later tokens by {overlaps}"
+        )
+        yield from textwrap.wrap(described, _WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _columns(capture: CaptureQuality) -> list[_Column]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvz.quality.next_token import NextToken
+from kvz.quality.saliency_report import SaliencyReport
 from kvz.quality.schemes import Bits
 
 
@@ -90,7 +91,10 @@ class WindowsResult:
 
 @dataclass(frozen=True, slots=True)
 class CaptureQuality:
-    """One capture. num_queries: last queries of each sequence that were used, 0: none."""
+    """One capture. num_queries: last queries of each sequence that were used, 0: none.
+
+    saliency: None when the capture holds no pair norms.
+    """
 
     source: str
     origin: str | None
@@ -98,6 +102,7 @@ class CaptureQuality:
     num_tokens: int
     num_elements: int
     num_queries: int
+    saliency: SaliencyReport | None
     windows: WindowsResult | None
     schemes: tuple[SchemeResult, ...]
 

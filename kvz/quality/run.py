@@ -27,6 +27,7 @@ from kvz.quality.results import (
     SchemeResult,
     WindowsResult,
 )
+from kvz.quality.saliency_report import saliency_report
 from kvz.quality.schemes import DEFAULT_SCHEMES, Scheme, parse_scheme
 from kvz.quality.window_run import ModelLevel, measure_windows
 from kvz.version import __version__
@@ -102,6 +103,7 @@ def _measure(
 ) -> CaptureQuality:
     # everything that can be refused is, before the long work
     plan = plan_attention(cache.source, queries) if queries else None
+    saliency = saliency_report(cache.source, [tensor.name for tensor in cache.part(KEY)])
     windows = [] if level is None else level.windows(cache)
     layers = () if plan is None else plan.layers
     attended = {name for layer in layers for name in (layer.key_name, layer.value_name)}
@@ -144,6 +146,7 @@ def _measure(
         num_tokens=max(tensor.shape[1] for tensor in cache.tensors),
         num_elements=sum(tensor.num_elements for tensor in cache.tensors),
         num_queries=0 if plan is None else len(plan.columns),
+        saliency=saliency,
         windows=described,
         schemes=tuple(results),
     )

@@ -1,8 +1,8 @@
 """What is compared: ways to store keys and values, each with its decoded cache and its bits.
 
 A scheme is named as ``NAME`` or ``NAME:KEY=VALUE,...``: "bf16" (what is stored is exact),
-"uniform" (:mod:`kvz.quality.uniform`), one of :data:`PRESETS`, or a codec of kvz with its options.
-Another kind of scheme is one call of :func:`register_scheme`.
+"uniform" (:mod:`kvz.quality.uniform`), "polar" (:mod:`kvz.quality.polar`), one of :data:`PRESETS`,
+or a codec of kvz with its options. Another kind of scheme is one call of :func:`register_scheme`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,13 @@ def _codec(name: str, options: Mapping[str, str]) -> Scheme:
     return ArchiveScheme.of(name, codec, rest, detail)
 
 
-_FACTORIES: dict[str, SchemeFactory] = {EXACT: _exact, "uniform": _uniform}
+def _polar(name: str, options: Mapping[str, str]) -> Scheme:
+    from kvz.quality.polar import PolarScheme
+
+    return PolarScheme.of(name, options)
+
+
+_FACTORIES: dict[str, SchemeFactory] = {EXACT: _exact, "uniform": _uniform, "polar": _polar}
 
 #: Short names; options given with one are added to its own, or replace them.
 PRESETS = {

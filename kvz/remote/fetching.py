@@ -162,6 +162,12 @@ class Fetcher:
                 self._pause_or_raise(error, failures)
 
     def _get(self, wanted: Any) -> Any:
+        if self._etag is None and self._modified is not None and self._modified.timestamp() <= 0:
+            # obstore gives 1970 for a date that is not there
+            raise SourceError(
+                "the server tells neither ETag nor Last-Modified, so that a file replaced while it "
+                "is read could not be told: download it first"
+            )
         options: dict[str, Any] = {"range": wanted}
         # a weak etag never matches by the rules of HTTP: it is compared in the answer only
         if self._etag is not None and not self._etag.startswith("W/"):

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,7 +109,11 @@ class ReadAhead:
             block.num_readers += 1
         assert data is not None
         begin = offset - block.start
-        np.copyto(out, data.result()[begin : begin + out.size])
+        try:
+            np.copyto(out, data.result()[begin : begin + out.size])
+        except BaseException:
+            self._give_back(block, data)
+            raise
         with self._lock:
             block.num_readers -= 1
             block.wanted -= out.size
@@ -118,6 +123,14 @@ class ReadAhead:
                 self._held -= 1
                 self._advance()
         return True
+
+    def _give_back(self, block: Block, data: Any) -> None:
+        """A block that could not be fetched: whoever asks for it again may have better luck."""
+        with self._lock:
+            block.num_readers -= 1
+            if block.data is data:
+                block.data = None
+                self._held -= 1
 
     def cancel(self) -> None:
         """Fetch no more; what nobody waits for is thrown away."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvz.formats.errors import SourceError
 from kvz.remote import urls
 from kvz.remote.fetching import Fetcher
 from kvz.remote.pool import RequestPool
@@ -66,8 +67,8 @@ class RemoteStream(io.RawIOBase):
         out = out[: self._block_end - self._position]
         if self._position < self._front.size:
             out[:] = self._front[self._position : self._position + out.size]
-        elif out.size:
-            self._ahead.read_into(self._position, out)
+        elif out.size and not self._ahead.read_into(self._position, out):
+            raise SourceError("was closed while it was read")
         self._position += out.size
         return int(out.size)
 

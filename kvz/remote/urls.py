@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from kvz.formats.errors import ConfigError
 
@@ -56,6 +56,14 @@ def is_remote(location: str | os.PathLike[str]) -> bool:
     return True
 
 
+def _split(text: str) -> SplitResult:
+    try:
+        return urlsplit(text)
+    except ValueError as error:
+        scheme = text.partition("://")[0]
+        raise ConfigError(f"{scheme}://...: {error}") from None
+
+
 def local_path(location: str | os.PathLike[str]) -> str:
     """The path of a local file: what follows ``file://``, or ``location`` as it is.
 
@@ -64,7 +72,7 @@ def local_path(location: str | os.PathLike[str]) -> str:
     text = os.fspath(location)
     if _scheme(location) != _FILE_SCHEME:
         return text
-    parts = urlsplit(text)
+    parts = _split(text)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise ConfigError(
             f"{text}: must be file:// and an absolute path, such as file:///tmp/c.kvz"
@@ -93,7 +101,7 @@ def _parse(location: str | os.PathLike[str], *, folder: bool) -> ObjectUrl:
     scheme = _scheme(location) or ""
     rest = text.partition("://")[2]
     if scheme in HTTP_SCHEMES:
-        parts = urlsplit(text)
+        parts = _split(text)
         shown = f"{scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         if parts.query or parts.fragment:
             raise ConfigError(f"{shown}: a URL with a query (?...) or fragment cannot be used")

@@ -104,12 +104,13 @@ def speculate(
     restored = restore(draft_source, model, force=force, num_tokens=num_tokens)
     drafter = CacheDecoder.of(restored, model, prompt_ids)
     writer.draft(drafter, num_drafts, ready, on_draft)
-    mismatches, expected = restored.mismatches, restored.input_ids
+    mismatches, expected = restored.mismatches, (restored.input_ids, restored.attention_mask)
     del drafter, restored  # so that the two caches are never in memory together
 
     full = full_source() if callable(full_source) else full_source
     restored = restore(full, model, force=force, num_tokens=num_tokens)
     _check_same_prompt(expected, restored)
+    mismatches += tuple(one for one in restored.mismatches if one not in mismatches)
     verifier = CacheDecoder.of(restored, model, prompt_ids)
     full_ready_s = writer.now()
     num_accepted = writer.verify(verifier)
@@ -148,8 +149,9 @@ def sample(
     return writer.token_ids
 
 
-def _check_same_prompt(expected: torch.Tensor, restored: Restored) -> None:
-    if not torch.equal(expected, restored.input_ids):
+def _check_same_prompt(expected: tuple[torch.Tensor, torch.Tensor], restored: Restored) -> None:
+    found = (restored.input_ids, restored.attention_mask)
+    if not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)):
         raise IdentityMismatch("draft and full cache are of different prompts")
 
 

@@ -27,7 +27,8 @@ MAX_GROUP_TOKENS = 256
 _SLAB = 32
 #: Positions that a thread holds at most, and threads of a program; the companded code takes many
 #: more instructions for each.
-_LINEAR = (16, 128)
+_LINEAR_ENCODE = (16, 128)
+_LINEAR_DECODE = (8, 128)
 _COMPANDED = (4, 512)
 _WARP = 32
 _FINISH_BLOCK = 1024
@@ -70,7 +71,7 @@ def num_programs(outer: int, length: int, channels: int, page_tokens: int) -> in
     return outer * -(-length // page_tokens) * -(-half // _SLAB)
 
 
-def _tile(batch: Batch, coding: Coding) -> Tile:
+def _tile(batch: Batch, coding: Coding, linear: tuple[int, int] = _LINEAR_ENCODE) -> Tile:
     inner, group = coding.inner, coding.group_tokens
     unit = 4 if batch.unit == 4 and inner % 8 == 0 and not coding.by_token else 1
     page, slab = coding.page_tokens, _SLAB
@@ -78,7 +79,7 @@ def _tile(batch: Batch, coding: Coding) -> Tile:
         page = min(page, -(-inner // group) * group)
     else:
         slab = min(slab, triton.next_power_of_2(-(-inner // 2)))
-    most_steps, threads = _COMPANDED if coding.companded else _LINEAR
+    most_steps, threads = _COMPANDED if coding.companded else linear
     lanes = max(1, slab // unit)
     rows = triton.next_power_of_2(-(-group // most_steps))
     groups = min(max(1, threads // (lanes * rows)), triton.next_power_of_2(page // group))
@@ -145,5 +146,5 @@ def decode(
         status,
         HAS_RESIDUAL=has_residual,
         FULL=full,
-        **_options(_tile(batch, coding)),
+        **_options(_tile(batch, coding, _LINEAR_DECODE)),
     )

@@ -57,4 +57,4 @@ def check_progressive(head: Head) -> None:
     if not any(head.is_progressive(tensor) for tensor in head.tensors):
         used = {tensor.codec for tensor in head.tensors}
         names = ", ".join(codec.name for i, codec in enumerate(head.codecs) if i in used)
-        raise ConfigError(f"has no anchors: {names} stores each chunk in one part")
+        raise ConfigError(f"has no anchors: only codec lynx makes them, this archive is of {names}")

@@ -24,6 +24,7 @@ from kvz.formats.head import Head
 from kvz.formats.ids import SectionKind
 from kvz.layout import Layout
 from kvz.locations import shown_name
+from kvz.lossy import lossy_note
 from kvz.planning import Plan, SectionSource, plan
 from kvz.remote.urls import is_remote
 from kvz.safetensors_io import (
@@ -51,7 +52,8 @@ class CompressReport:
     ``num_fallback_tensors``: tensors that the codec does not take and ``zstd`` stored.
     ``guessed_axis``: the first tensor whose token axis was taken from its shape alone. ``stages``:
     with a GPU, the seconds that each stage was busy (:mod:`kvz.gpu.stages`); they overlap.
-    ``anchor_nbytes``: of a progressive codec, the bytes that suffice for the anchors.
+    ``anchor_nbytes``: of a progressive codec, the bytes that suffice for the anchors. ``lossy``: by
+    which codecs, this one or an earlier one, values differ from the captured ones.
     """
 
     source: str
@@ -66,6 +68,7 @@ class CompressReport:
     device: str = "cpu"
     stages: dict[str, float] | None = None
     anchor_nbytes: int | None = None
+    lossy: str = ""
 
     @property
     def ratio(self) -> float:
@@ -216,6 +219,7 @@ def compress(
         original_nbytes=original_nbytes,
         stored_nbytes=written.nbytes,
         anchor_nbytes=written.anchor_nbytes,
+        lossy=lossy_note(head),
         seconds=time.perf_counter() - start,
         device="cpu" if gpu is None else gpu.name,
         stages=None if gpu is None else gpu.stages.seconds(),

@@ -62,6 +62,8 @@ class LocalFile:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             if not Path(self.name).is_file():
                 os.close(self._descriptor)
+                if Path(self.name).is_dir():
+                    raise SourceError("is a folder")
                 raise SourceError("not a regular file (use - to read from a pipe)")
             self.nbytes = os.fstat(self._descriptor).st_size
         #: Bytes read so far; partial reads are promised to be small.
@@ -107,7 +109,9 @@ def read_exactly(stream: BinaryIO, nbytes: int) -> NDArray[np.uint8]:
     out = np.empty(nbytes, np.uint8)
     done = _fill(stream, out)
     if done < nbytes:
-        raise TruncatedFile(f"the stream ends {nbytes - done} bytes early: it is incomplete")
+        raise TruncatedFile(
+            f"the stream ends where at least {nbytes - done} more bytes must come: it is incomplete"
+        )
     return out
 
 

@@ -9,6 +9,7 @@ from kvz import contents
 from kvz.archive import Archive
 from kvz.finding import Found, find
 from kvz.formats.head import Head
+from kvz.formats.ids import LOSSY_CODECS
 from kvz.lossy import lossy_note
 from kvz.remote.pool import RequestPool
 from kvz.remote.urls import is_remote
@@ -22,7 +23,8 @@ _NUM_OPEN = 16
 class ArchiveSummary:
     """One archive, or with ``error`` what ends in ``.kvz`` and cannot be opened as one.
 
-    ``codec``: of most of its bytes. ``lossy``: what made it lossy, empty when nothing did; None
+    ``codec``: the lossy one, or that of most of its bytes. ``lossy``: what made it lossy, empty
+    when nothing did; None
     with an error. ``model_type`` and ``num_tokens`` (per sequence) None: the file does not say.
     """
 
@@ -86,4 +88,5 @@ def _codec(head: Head) -> str | None:
     for tensor in head.tensors:
         name = head.codec_of(tensor).name
         nbytes[name] = nbytes.get(name, 0) + tensor.nbytes
-    return max(nbytes, key=lambda name: nbytes[name], default=None)
+    # what makes the archive lossy first, however much else is in it
+    return max(nbytes, key=lambda name: (name in LOSSY_CODECS, nbytes[name]), default=None)

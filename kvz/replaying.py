@@ -14,6 +14,7 @@ from kvz.capture_metadata import LayerRecord, decode_metadata, unpack_layers
 from kvz.formats.errors import ConfigError, ContentMismatch, InvalidField
 from kvz.layers.containers import container_of, read_cache, tensor_name
 from kvz.layers.table import ONE_PASS_KINDS
+from kvz.lossy import LOSSY_KEY
 from kvz.restoring import check_model, check_shard
 from kvz.source_protocol import CacheSource
 from kvz.state_reader import Prompt, open_source, read_prompt, read_states
@@ -32,6 +33,7 @@ class ReplayReport:
     num_exact: compared, and equal to the bit. largest_difference: the largest relative
     difference (2-norm) of those that are not, in the tensor `where`; 0 and None when all are
     exact. bound: what it had to stay below. skipped: layers that a replay says nothing about.
+    lossy: the codecs that changed the values; empty when none did.
     """
 
     num_positions: int
@@ -41,6 +43,12 @@ class ReplayReport:
     where: str | None
     bound: float
     skipped: tuple[int, ...]
+    lossy: str = ""
+
+
+#: Of a lossy cache: its codes err by less than 0.35 of the norm, another model's tensors by more
+#: than 1.
+_LOSSY_BOUND = 0.6
 
 
 def verify_model(
@@ -54,8 +62,8 @@ def verify_model(
 
     The replay runs the stored tokens through the model, cut as the capture cut them, so that the
     same kernels on the same machine give the same bits; elsewhere the difference is bounded by
-    the square root of the dtype's epsilon. input_ids: the prompt `[batch, tokens]` that the cache
-    must be of. Raises IdentityMismatch, ContentMismatch naming the tensor and both figures,
+    the square root of the dtype's epsilon; of a lossy cache by 0.6 of the norm. input_ids: the
+    prompt `[batch, tokens]` that the cache must be of. Raises IdentityMismatch, ContentMismatch naming the tensor and both figures,
     InvalidField, and ConfigError when no layer holds the asked positions.
     """
     with open_source(source) as opened:
@@ -70,7 +78,8 @@ def verify_model(
         states = read_states(opened, layers, container, document["identity"]["dtype"], batch)
         if "num_self_layers" in container:
             raise ConfigError("a replay needs what the encoder was given, which is not stored")
-        return _replay(document, model, layers, states, prompt, replay)
+        lossy = opened.metadata.get(LOSSY_KEY, "")
+        return _replay(document, model, layers, states, prompt, replay, lossy)
 
 
 def _replay(
@@ -80,6 +89,7 @@ def _replay(
     states: list[dict[str, torch.Tensor]],
     prompt: Prompt,
     wanted: int,
+    lossy: str,
 ) -> ReplayReport:
     total = prompt.input_ids.shape[1]
     cache = hf.new_cache(model)
@@ -110,7 +120,7 @@ def _replay(
         raise ConfigError(
             f"no layer holds the first {positions} tokens: a replay needs all {total} of them"
         )
-    return _compare(pairs, positions, tuple(skipped))
+    return _compare(pairs, positions, tuple(skipped), lossy)
 
 
 def _chunk_tokens(document: Mapping[str, Any], total: int) -> int:
@@ -135,6 +145,7 @@ def _compare(
     pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
     positions: int,
     skipped: tuple[int, ...],
+    lossy: str,
 ) -> ReplayReport:
     num_exact, largest, where, bound_there = 0, 0.0, None, 0.0
     for name, (stored, again) in pairs.items():
@@ -147,15 +158,20 @@ def _compare(
             num_exact += 1
             continue
         bound = torch.finfo(stored.dtype).eps ** 0.5 if stored.is_floating_point() else 0.0
+        explains = "rounding"
+        if lossy and stored.is_floating_point():
+            bound, explains = _LOSSY_BOUND, lossy
         difference = _relative_difference(stored, again)
         if not difference <= bound:  # NaN, too
             raise ContentMismatch(
                 f"{name}: the model's differs by {difference:.2g} of its norm over {positions} "
-                f"positions, rounding explains at most {bound:.2g}"
+                f"positions, {explains} explains at most {bound:.2g}"
             )
         if difference >= largest:
             largest, where, bound_there = difference, name, bound
-    return ReplayReport(positions, len(pairs), num_exact, largest, where, bound_there, skipped)
+    return ReplayReport(
+        positions, len(pairs), num_exact, largest, where, bound_there, skipped, lossy
+    )
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

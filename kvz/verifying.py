@@ -23,6 +23,7 @@ from kvz.formats.errors import ContentMismatch
 from kvz.formats.head import Head, TensorEntry
 from kvz.formats.ids import LOSSY_CODECS, SectionKind
 from kvz.locations import open_stream, shown_name
+from kvz.lossy import lossy_codecs
 from kvz.safetensors_io import SafetensorsFile, TensorReader
 from kvz.sections import Decoder, EncodedChunk
 from kvz.workers import thread_count
@@ -32,6 +33,7 @@ from kvz.workers import thread_count
 class VerifyReport:
     """What :func:`verify` found right. ``compared`` names the capture, if there was one.
 
+    ``lossy``: codecs that changed values; what they make of the capture is what was compared.
     ``stages``: with a GPU, the seconds that each stage was busy (:mod:`kvz.gpu.stages`).
     """
 
@@ -43,6 +45,7 @@ class VerifyReport:
     seconds: float
     device: str = "cpu"
     stages: dict[str, float] | None = None
+    lossy: str = ""
 
 
 def _check_same_tensors(head: Head, capture: SafetensorsFile) -> None:
@@ -58,14 +61,16 @@ def _check_same_tensors(head: Head, capture: SafetensorsFile) -> None:
         raise ContentMismatch(f"the metadata differs from that of {capture.name}")
 
 
-def _compare(entry: TensorEntry, chunk: int, decoded: NDArray[Any], expected: NDArray[Any]) -> None:
+def _compare(
+    entry: TensorEntry, chunk: int, decoded: NDArray[Any], expected: NDArray[Any], whose: str
+) -> None:
     begin = entry.chunk_range(chunk)[0]
     if not np.array_equal(decoded, expected):
         outer, token, inner = (int(i[0]) for i in np.nonzero(decoded != expected))
         raise ContentMismatch(
             f"{entry.name} differs at element [{outer}, {begin + token}, {inner}] "
             f"(archive {decoded[outer, token, inner]:#x}, "
-            f"capture {expected[outer, token, inner]:#x})"
+            f"{whose} {expected[outer, token, inner]:#x})"
         )
 
 
@@ -96,9 +101,12 @@ class _Checker:
             entry = self._head.tensors[encoded.tensor]
             expected = np.empty_like(decoded)
             reader.read(entry.chunk_range(encoded.chunk)[0], expected)
-            if self._head.codec_of(entry).name in LOSSY_CODECS:
+            codec = self._head.codec_of(entry).name
+            whose = "capture"
+            if codec in LOSSY_CODECS:
                 self._code(encoded, entry, expected)
-            _compare(entry, encoded.chunk, decoded, expected)
+                whose = f"{codec} makes of the capture"
+            _compare(entry, encoded.chunk, decoded, expected, whose)
         return decoded.nbytes
 
     def _code(self, encoded: EncodedChunk, entry: TensorEntry, elements: NDArray[Any]) -> None:
@@ -157,4 +165,5 @@ def verify(
         seconds=time.perf_counter() - start,
         device="cpu" if gpu is None else gpu.name,
         stages=None if gpu is None else gpu.stages.seconds(),
+        lossy=", ".join(lossy_codecs(archive.head)),
     )

@@ -78,7 +78,11 @@ def test_a_truncated_pipe_is_4_and_leaves_no_file(work: Path) -> None:
     archive = ok(kvz("compress", "cache.safetensors", "-o", "-", "--codec", "zstd", cwd=work))
     before = names(work)
     result = kvz("decompress", "-", "-o", "out", cwd=work, data=archive.stdout[:-1])
-    assert_refused(result, 4, "<stdin>: the stream ends 1 bytes early: it is incomplete")
+    assert_refused(
+        result,
+        4,
+        "<stdin>: the stream ends where at least 1 more bytes must come: it is incomplete",
+    )
     assert names(work) == before
 
 

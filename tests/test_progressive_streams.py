@@ -52,7 +52,9 @@ def test_stream_may_stop_after_the_last_anchor(path: Path, data: bytes, anchor_n
     path.with_suffix(".out").unlink()
     assert_refused(path, FULL_IN_ORDER, TruncatedFile, "it is incomplete")
     path.write_bytes(data[: anchor_nbytes - 1])
-    assert_refused(path, [*FULL_IN_ORDER, *ANCHORS_IN_ORDER], TruncatedFile, "1 bytes early")
+    assert_refused(
+        path, [*FULL_IN_ORDER, *ANCHORS_IN_ORDER], TruncatedFile, "at least 1 more bytes"
+    )
 
 
 def test_archive_cut_anywhere_is_refused(path: Path, data: bytes, anchor_nbytes: int) -> None:

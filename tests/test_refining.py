@@ -16,6 +16,7 @@ from kvz import hf
 from kvz.formats.errors import IdentityMismatch, UnsupportedCache
 from kvz.progressive import ProgressiveReader
 from kvz.refining import refine
+from kvz.replaying import verify_model
 from kvz.restoring import Restored, restore
 
 NUM_TOKENS = 40
@@ -174,3 +175,16 @@ def test_cache_of_another_model_is_refused_and_changes_nothing(
     with pytest.raises(IdentityMismatch, match="weights"):
         refine(restored, tmp_path / "other.kvz")
     assert torch.equal(restored.cache.layers[0].keys, before)
+
+
+@pytest.mark.parametrize("codec", ["lynx", "pnmix"])
+def test_replay_of_a_lossy_cache_allows_what_its_codec_changes(
+    llama: tuple[Any, Path], tmp_path: Path, codec: str
+) -> None:
+    model, _ = llama
+    captured = kvz.capture(model, prompt_ids(1, 90))
+    kvz.compress(captured, tmp_path / "lossy.kvz", codec)
+    report = verify_model(tmp_path / "lossy.kvz", model, replay=90)
+    assert report is not None
+    assert report.lossy == codec
+    assert 0 < report.largest_difference < report.bound == 0.6

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def note_guess(report: CompressReport) -> None:
-    """Tell on standard error when only a shape said which axis counts tokens."""
+    """Tell on standard error when the codec had nothing to do, or a shape alone said the axis."""
+    if report.codec in LOSSY_CODECS and report.num_fallback_tensors == report.num_tensors:
+        note = f"codec {report.codec} took no tensor: it is for BF16 keys and values"
+        emit(f"kvz: note: {note}", to_stderr=True)
     if report.guessed_axis is not None:
         note = f"took {report.guessed_axis} for the tokens; --layout says it better"
         emit(f"kvz: note: {printable(note)}", to_stderr=True)
@@ -33,6 +36,6 @@ def line(report: CompressReport) -> str:
         f"{printable(destination)}: {sizes}, ratio {report.ratio:.3f}, "
         f"{report.seconds:.2f} s, {report.gb_per_s:.2f} GB/s, {report.codec}, "
         f"{count(report.num_tensors, 'tensor')}{f', {others} by zstd' if others else ''}"
-        f"{'; lossy' if report.codec in LOSSY_CODECS else ''}"
+        f"{f'; lossy: {report.lossy}' if report.lossy else ''}"
         f"{f', anchors in {format_nbytes(anchors)}' if anchors else ''}"
     )

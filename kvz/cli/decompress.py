@@ -31,7 +31,7 @@ from kvz.cli.text import count, emit, emit_json, format_nbytes, format_stages, p
 @click.option(
     "--anchor-only",
     is_flag=True,
-    help="Only the anchors of a lynx archive: half of the bytes, 4-bit values.",
+    help="Only the anchors of a lynx archive: 4-bit values, half of what keys and values take.",
 )
 @options.device_option
 @options.threads_option

@@ -19,8 +19,19 @@ from kvz.remote.urls import is_remote, local_path, with_suffix
 
 STANDARD_STREAM = "-"
 #: Files are checked where they are opened, so that every fault of one has the same exit code.
-PATH = click.Path(readable=False)
-PATH_OR_DASH = click.Path(readable=False, allow_dash=True)
+
+
+class _Path(click.Path):
+    """An empty name is none: in a script it is a variable that was never set."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if value == "":
+            self.fail("the name is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = _Path(readable=False)
+PATH_OR_DASH = _Path(readable=False, allow_dash=True)
 F = TypeVar("F", bound=Callable[..., Any])
 
 threads_option = click.option(
@@ -170,6 +181,8 @@ def default_destination(source: str, destination: str | None, suffix: str) -> st
         raise click.UsageError("name the output with -o when the input is standard input")
     if is_remote(source):
         return with_suffix(source, suffix)
+    if Path(local_path(source)).is_dir():
+        raise click.UsageError(f"{source} is a folder: name a file")
     return str(Path(local_path(source)).with_suffix(suffix))
 
 

@@ -61,11 +61,12 @@ def command(
     """Check archives from the first byte to the last.
 
     Every checksum is verified and every chunk decoded; with --against every element and the
-    metadata are compared with a capture. With --model, config, RoPE, weights, dtype, tokens and
-    shard must be that model's; --replay also compares numbers: to the bit where the same kernels
-    run, else within rounding. --device cuda decodes on the GPU as well. All files are checked; the
-    exit code is the highest of theirs. FILE may be a URL, - for standard input, a folder or a URL
-    prefix ending in / (all .kvz files below them), or a pattern in quotes.
+    metadata are compared with a capture, or with what a lossy codec makes of it. With --model,
+    config, RoPE, weights, dtype, tokens and shard must be that model's; --replay also compares
+    numbers: to the bit where the same kernels run, else within rounding, or what a lossy codec
+    leaves of them. --device cuda decodes on the GPU as well. All files are checked; the exit code
+    is the highest of theirs. FILE may be a URL, - for standard input, a folder or a URL prefix
+    ending in / (all .kvz files below them), or a pattern in quotes.
 
     \b
     Example:
@@ -162,7 +163,11 @@ def _failed(path: str, error: Exception) -> dict[str, Any]:
 
 
 def _lines(result: dict[str, Any]) -> list[str]:
-    compared = f", equal to {result['compared']}" if result["compared"] is not None else ""
+    compared = ""
+    if result["compared"] is not None and result["lossy"]:
+        compared = f", what {result['lossy']} makes of {result['compared']}"
+    elif result["compared"] is not None:
+        compared = f", equal to {result['compared']}"
     belongs = ", belongs to the model" if "model" in result else ""
     first = printable(
         f"{result['path']}: ok, {count(result['num_tensors'], 'tensor')}, "
@@ -178,6 +183,12 @@ def _replay_line(replay: dict[str, Any]) -> str:
     line = f"replayed {count(replay['num_positions'], 'position')}: {tensors} compared, "
     if replay["num_exact"] == replay["num_tensors"]:
         line += "all equal to the bit"
+    elif replay["lossy"]:
+        line += (
+            f"{replay['num_exact']} equal to the bit, others as near as {replay['lossy']} leaves "
+            f"them (largest difference {replay['largest_difference']:.2g} in {replay['where']}, "
+            f"bound {replay['bound']:.2g})"
+        )
     else:
         line += (
             f"{replay['num_exact']} equal to the bit, others within rounding (largest difference "

@@ -42,8 +42,15 @@ def codec_from_options(name: str, options: Mapping[str, str]) -> Codec:
     if unknown:
         known = ", ".join(binding.OPTIONS) or "none"
         raise ConfigError(f"codec {name} has no option {sorted(unknown)[0]!r}; options: {known}")
+    parsed = {}
+    for key, value in options.items():
+        try:
+            parsed[key] = binding.OPTIONS[key](value)
+        except ValueError as error:
+            number = binding.OPTIONS[key] in (int, float)
+            why = f"must be a number, got {value!r}" if number else str(error)
+            raise ConfigError(f"codec {name}: option {key}: {why}") from None
     try:
-        parsed = {key: binding.OPTIONS[key](value) for key, value in options.items()}
         codec: Codec = binding.from_options(**parsed)
     except ValueError as error:
         raise ConfigError(f"codec {name}: {error}") from None

@@ -63,8 +63,9 @@ def verify_model(
     The replay runs the stored tokens through the model, cut as the capture cut them, so that the
     same kernels on the same machine give the same bits; elsewhere the difference is bounded by
     the square root of the dtype's epsilon; of a lossy cache by 0.6 of the norm. input_ids: the
-    prompt `[batch, tokens]` that the cache must be of. Raises IdentityMismatch, ContentMismatch naming the tensor and both figures,
-    InvalidField, and ConfigError when no layer holds the asked positions.
+    prompt `[batch, tokens]` that the cache must be of. Raises IdentityMismatch, ContentMismatch
+    naming the tensor and both figures, InvalidField, and ConfigError when no layer holds the asked
+    positions.
     """
     with open_source(source) as opened:
         document = decode_metadata(opened.metadata)

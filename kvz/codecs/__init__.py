@@ -48,8 +48,8 @@ def codec_from_options(name: str, options: Mapping[str, str]) -> Codec:
             parsed[key] = binding.OPTIONS[key](value)
         except ValueError as error:
             number = binding.OPTIONS[key] in (int, float)
-            why = f"must be a number, got {value!r}" if number else str(error)
-            raise ConfigError(f"codec {name}: option {key}: {why}") from None
+            why = f"{key} must be a number, got {value!r}" if number else str(error)
+            raise ConfigError(f"codec {name}: {why}") from None
     try:
         codec: Codec = binding.from_options(**parsed)
     except ValueError as error:

@@ -1,6 +1,7 @@
-"""How good the anchors of a lynx archive are as a draft, on SmolLM2 and 24 prompts.
+"""How good the anchors of a lynx archive are as a draft, on SmolLM2 and 96 prompts.
 
-For each prompt: prefill in bfloat16 and compress the cache with lynx. Then, in each dtype asked
+For each prompt: prefill in bfloat16 (or, with --prefill float32, in float32, and round the cache
+to BF16) and compress the cache with lynx. Then, in each dtype asked
 for (float32: the same weights widened, cache values widened from BF16): greedy text of 64 tokens
 on the whole archive, token by token; the same 64 tokens fed to the anchors, the whole archive and
 the uncompressed cache (teacher-forced) and their next-token distributions compared; 64 tokens
@@ -29,6 +30,7 @@ import torch
 
 import kvz
 from kvz.bench.machine import describe_machine
+from kvz.capturing import Capture
 from kvz.cli.models import load
 from kvz.cli.text import aligned
 from kvz.restoring import continue_from, restore
@@ -74,10 +76,24 @@ def measure(captured: Any, archive: Any, model: Any) -> dict[str, Any]:
     }
 
 
+def capture_bf16(model: Any, token_ids: Sequence[int]) -> Any:
+    """Capture whose cache and logits are BF16, rounded if the model computes in float32."""
+    captured = kvz.capture(model, torch.tensor([token_ids]), queries=0)
+    if model.dtype == torch.bfloat16:
+        return captured
+    document = json.loads(captured.metadata["kvz"])
+    document["identity"]["dtype"] = "BF16"
+    rounded = {
+        name: tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 else tensor
+        for name, tensor in captured.tensors.items()
+    }
+    return Capture(rounded, {"kvz": json.dumps(document)}, None)
+
+
 def run(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
     bf16, tokenizer = load(str(models.smollm2()), "bfloat16", "cpu", None)
     loaded = {"bfloat16": bf16}
-    if "float32" in arguments.dtype:
+    if "float32" in (*arguments.dtype, arguments.prefill):
         # not loaded anew: the file's weights would then be unrounded, those of another model
         loaded["float32"] = copy.deepcopy(bf16).float()
     options = dict(item.split("=", 1) for item in arguments.codec_option)
@@ -88,7 +104,7 @@ def run(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
         if not missing:
             continue
         start = time.monotonic()
-        captured = kvz.capture(bf16, torch.tensor([prompt.token_ids]), queries=0)
+        captured = capture_bf16(loaded[arguments.prefill], prompt.token_ids)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "cache.kvz")
             kvz.compress(captured, path, codec="lynx", codec_options=options)
@@ -140,7 +156,8 @@ def show(results: Mapping[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="default: both")
-    parser.add_argument("--prompts", type=int, default=24, help="how many of the 24")
+    parser.add_argument("--prefill", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--prompts", type=int, default=96, help="how many of the 96")
     parser.add_argument("--codec-option", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("-o", "--output", type=Path, default=Path("lynx-speculation.json"))
     arguments = parser.parse_args()
@@ -150,13 +167,14 @@ def main() -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
+        "prefill": arguments.prefill,
         "codec_options": arguments.codec_option,
         "prompts": {},
     }
     if arguments.output.exists():
         earlier = json.loads(arguments.output.read_text())
-        if earlier["codec_options"] != arguments.codec_option:
-            parser.error(f"{arguments.output} holds results of other codec options")
+        if any(earlier[name] != results[name] for name in ("prefill", "codec_options")):
+            parser.error(f"{arguments.output} holds results of other options")
         results["prompts"] = earlier["prompts"]
     run(arguments, results)
     show(results)

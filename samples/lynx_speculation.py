@@ -16,11 +16,13 @@ import argparse
 import copy
 import dataclasses
 import json
+import multiprocessing
 import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -90,29 +92,61 @@ def capture_bf16(model: Any, token_ids: Sequence[int]) -> Any:
     return Capture(rounded, {"kvz": json.dumps(document)}, None)
 
 
-def run(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
-    bf16, tokenizer = load(str(models.smollm2()), "bfloat16", "cpu", None)
-    loaded = {"bfloat16": bf16}
-    if "float32" in (*arguments.dtype, arguments.prefill):
-        # not loaded anew: the file's weights would then be unrounded, those of another model
-        loaded["float32"] = copy.deepcopy(bf16).float()
-    options = dict(item.split("=", 1) for item in arguments.codec_option)
-    prompts = speculation_prompts.build(tokenizer)
-    for prompt in prompts[:: len(prompts) // arguments.prompts]:
-        entry = results["prompts"].setdefault(prompt.name, {"num_tokens": len(prompt.token_ids)})
-        missing = [dtype for dtype in arguments.dtype if dtype not in entry]
-        if not missing:
-            continue
-        start = time.monotonic()
-        captured = capture_bf16(loaded[arguments.prefill], prompt.token_ids)
+class Worker:
+    """Models of one process, and what it measures."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        bf16, _ = load(str(models.smollm2()), "bfloat16", "cpu", None)
+        self._models = {"bfloat16": bf16}
+        if "float32" in (*arguments.dtype, arguments.prefill):
+            # not loaded anew: the file's weights would then be unrounded, those of another model
+            self._models["float32"] = copy.deepcopy(bf16).float()
+        self._prefill = arguments.prefill
+        self._options = dict(item.split("=", 1) for item in arguments.codec_option)
+
+    def measure(self, token_ids: Sequence[int], dtypes: Sequence[str]) -> dict[str, Any]:
+        captured = capture_bf16(self._models[self._prefill], token_ids)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "cache.kvz")
-            kvz.compress(captured, path, codec="lynx", codec_options=options)
+            kvz.compress(captured, path, codec="lynx", codec_options=self._options)
             with kvz.open(path) as archive:
-                for dtype in missing:
-                    entry[dtype] = measure(captured, archive, loaded[dtype])
-        arguments.output.write_text(json.dumps(results, indent=1))
-        print(prompt.name, f"{time.monotonic() - start:.1f} s", flush=True)
+                return {dtype: measure(captured, archive, self._models[dtype]) for dtype in dtypes}
+
+
+_worker: Worker
+
+
+def start_worker(arguments: argparse.Namespace) -> None:
+    global _worker
+    torch.set_num_threads(arguments.threads)
+    _worker = Worker(arguments)
+
+
+def work(token_ids: Sequence[int], dtypes: Sequence[str]) -> dict[str, Any]:
+    return _worker.measure(token_ids, dtypes)
+
+
+def run(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
+    _, tokenizer = load(str(models.smollm2()), "bfloat16", "cpu", None)
+    prompts = speculation_prompts.build(tokenizer)
+    start = time.monotonic()
+    with ProcessPoolExecutor(
+        arguments.processes,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=start_worker,
+        initargs=(arguments,),
+    ) as pool:
+        pending = {}
+        for prompt in prompts[:: len(prompts) // arguments.prompts]:
+            default = {"num_tokens": len(prompt.token_ids)}
+            entry = results["prompts"].setdefault(prompt.name, default)
+            missing = [dtype for dtype in arguments.dtype if dtype not in entry]
+            if missing:
+                pending[pool.submit(work, prompt.token_ids, missing)] = prompt.name
+        for done in as_completed(pending):
+            results["prompts"][pending[done]].update(done.result())
+            arguments.output.write_text(json.dumps(results, indent=1))
+            print(pending[done], f"{time.monotonic() - start:.1f} s", flush=True)
 
 
 def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -158,6 +192,8 @@ def main() -> None:
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="default: both")
     parser.add_argument("--prefill", choices=DTYPES, default="bfloat16")
     parser.add_argument("--prompts", type=int, default=96, help="how many of the 96")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="of torch in each process")
     parser.add_argument("--codec-option", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("-o", "--output", type=Path, default=Path("lynx-speculation.json"))
     arguments = parser.parse_args()
@@ -166,7 +202,7 @@ def main() -> None:
         "machine": dataclasses.asdict(describe_machine()),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
+        "threads": arguments.threads,
         "prefill": arguments.prefill,
         "codec_options": arguments.codec_option,
         "prompts": {},

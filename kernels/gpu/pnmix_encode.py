@@ -34,6 +34,7 @@ from kvz.kernels.gpu.pnmix_ranges import (
 )
 from kvz.kernels.gpu.pnmix_tiles import (
     CLASS_MEANS,
+    along_lanes,
     any_of,
     copy_exact,
     count_groups,
@@ -76,8 +77,7 @@ def _load_group(row_ptr, where, TILE: tl.constexpr):
     _, _, _, tokens, _, _, _, _ = where
     at = tl.minimum(tile_tokens(TILE), tokens - 1) * (TILE.inner // TILE.unit)
     ptr = _group_ptr(row_ptr, where, TILE) + at
-    # not always contiguous: the claim keeps the lanes along the threads (words.py)
-    return tl.load(tl.max_contiguous(ptr, (1, 1, 1, 1, 8)))
+    return tl.load(along_lanes(ptr, TILE))
 
 
 @triton.jit
@@ -144,8 +144,7 @@ def _store_planes(row_ptr, where, codes, keep, selectors, TILE: tl.constexpr):
             plane = _plane(codes, LOW + bit) & keep
             for k in tl.static_range(UNIT):
                 byte = ((plane >> 8 * k) & 0xFF).to(tl.uint8)
-                # not contiguous: the claim keeps the lanes along the threads (words.py)
-                byte_ptr = tl.max_contiguous(high_ptr + at, (1, 1, 1, 1, 8))
+                byte_ptr = along_lanes(high_ptr + at, TILE)
                 tl.store(byte_ptr, byte, mask=own & is_salient(chosen, k))
                 at += (chosen >> k) & 1
 
@@ -182,7 +181,7 @@ def _encode_keys(row_ptr, where, words, ranges, page, keep, TILE: tl.constexpr):
     last_word = tl.zeros_like(lane)
     if TILE.low_inset == _CLASS_MEANS:
         last_ptr = _group_ptr(row_ptr, where, TILE) + (tokens - 1) * (TILE.inner // TILE.unit)
-        last_word = tl.load(tl.max_contiguous(last_ptr, (1, 1, 1, 1, 8)))
+        last_word = tl.load(along_lanes(last_ptr, TILE))
     starts, steps = (), ()
     codes = tl.zeros(words.shape, tl.uint32)
     for k in tl.static_range(UNIT):

@@ -139,6 +139,17 @@ def tile_octets(TILE: tl.constexpr):
 
 
 @triton.jit
+def along_lanes(ptr, TILE: tl.constexpr):
+    """``ptr``, to lanes that need not be contiguous, with the claim that keeps them along the
+    threads (words.py)."""
+    if TILE.parts * TILE.lanes > 1:
+        return tl.max_contiguous(ptr, (1, 1, 1, 1, 8))
+    else:
+        # Triton fails on claims about a tensor of one element
+        return ptr
+
+
+@triton.jit
 def in_octet():
     """Numbers of an octet's tokens, ``[1, 1, 1, 8, 1]``."""
     return tl.arange(0, 8)[None, None, None, :, None]

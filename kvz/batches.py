@@ -61,9 +61,11 @@ def destinations(found: Sequence[Found], folder: str) -> list[str]:
     """Where the archive of each source goes: below ``folder``, with the suffix ``.kvz``.
 
     Raises ConfigError when two sources would become one archive, when one would leave ``folder``,
-    or for a URL without sense.
+    when that is a file, or for a URL without sense.
     """
     base = str(parse_folder(folder)).rstrip("/") if is_remote(folder) else local_path(folder)
+    if not is_remote(folder) and os.path.lexists(base) and not os.path.isdir(base):
+        raise ConfigError(f"{base} is a file; archives go into a folder")
     sources: dict[str, str] = {}
     for one in found:
         below = PurePosixPath(one.relative)

@@ -386,6 +386,14 @@ def test_no_archive_goes_elsewhere_because_of_a_key(relative: str) -> None:
             destinations([Found(url("x"), relative)], folder)
 
 
+def test_a_file_is_no_place_for_archives(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "o").write_bytes(b"kept")
+    code, out, err = run("compress", "a", "--out-dir", "o")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[0].startswith("kvz: error: o is a file; archives go into a folder")
+    assert (tmp_path / "o").read_bytes() == b"kept"
+
+
 # -- kvz verify
 
 

@@ -7,12 +7,10 @@ codes: it holds channel ``byte`` and channel ``byte + half``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba import float32, int16, int32, int64, njit, types, uint8, uint16, uint32
-from numba.extending import intrinsic
+from numba import float32, int32, int64, njit, uint8, uint16, uint32
+
+from kvz.kernels.cpu.floats import bf16_to_float, float_to_bf16, order_bf16, to_bits, to_float
 
 #: Magnitudes are found from the upper bits of a float; those of 2 and more share the last bucket.
 BUCKET_SHIFT = 16
@@ -30,34 +28,6 @@ _MAX_CODE = np.float32(255)
 _ZERO, _ONE, _STEP = np.float32(0), np.float32(1), np.float32(256)
 
 
-@intrinsic
-def _to_float(typing_context: Any, bits: Any) -> Any:
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), codegen
-
-
-@intrinsic
-def _to_bits(typing_context: Any, value: Any) -> Any:
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), codegen
-
-
-@njit(nogil=True, cache=True)
-def _bf16_to_float(bits):
-    return _to_float(uint32(bits) << uint32(16))
-
-
-@njit(nogil=True, cache=True)
-def _order(bits):
-    """BF16 bits to integers in the order of their values, -0 below +0; its own inverse."""
-    signed = int16(bits)
-    return int16(signed ^ ((signed >> int16(15)) & int16(0x7FFF)))
-
-
 @njit(nogil=True, cache=True)
 def next_block(first, count):
     """Start of the 32 columns after ``first`` that end by ``count``; they may overlap others."""
@@ -73,7 +43,7 @@ def group_range_plain(data, outer_at, start, end, first_coded, channels, first, 
     for token in range(start, end):
         row = outer_at + max(token, first_coded) * channels
         for c in range(first, channels):
-            ordered = _order(data[row + c])
+            ordered = order_bf16(data[row + c])
             low[at + c] = min(low[at + c], ordered)
             high[at + c] = max(high[at + c], ordered)
 
@@ -94,11 +64,11 @@ def page_parameters_plain(
             highest = max(highest, high[group * channels + c])
         # the order holds for infinities and NaN too: they lie at the ends
         usable &= (highest < MAX_ORDERED) & (lowest >= -MAX_ORDERED)
-        bits = uint16(_order(lowest))
-        least = _bf16_to_float(bits)
-        spread = (_bf16_to_float(uint16(_order(highest))) - least) * WIDEN
-        scale = uint16((_to_bits(spread) + uint32(0xFFFF)) >> uint32(16))
-        divisor = _bf16_to_float(scale)
+        bits = uint16(order_bf16(lowest))
+        least = bf16_to_float(bits)
+        spread = (bf16_to_float(uint16(order_bf16(highest))) - least) * WIDEN
+        scale = uint16((to_bits(spread) + uint32(0xFFFF)) >> uint32(16))
+        divisor = bf16_to_float(scale)
         usable &= (scale == 0) | (divisor >= MIN_SCALE)
         pages[page_at + c] = bits
         pages[page_at + channels + c] = scale
@@ -118,8 +88,8 @@ def linear_group(
 ):
     """Offset and step of channels ``first ...`` of a group; as floats for the codes."""
     for c in range(first, channels):
-        least = (_bf16_to_float(uint16(_order(low[at + c]))) - minimum[c]) * reciprocal[c]
-        most = (_bf16_to_float(uint16(_order(high[at + c]))) - minimum[c]) * reciprocal[c]
+        least = (bf16_to_float(uint16(order_bf16(low[at + c]))) - minimum[c]) * reciprocal[c]
+        most = (bf16_to_float(uint16(order_bf16(high[at + c]))) - minimum[c]) * reciprocal[c]
         offset = min(np.floor(least * _PART), _MAX_CODE)
         base = offset * _STEP
         step = min(np.ceil((most - base) / _MAX_CODE), _MAX_CODE)
@@ -140,13 +110,13 @@ def linear_codes(
         row = outer_at + max(token, first_coded) * channels
         packed = packed_at + (token - start) * half
         for j in range(first, half):
-            units = (_bf16_to_float(data[row + j]) - minimum[j]) * reciprocal[j]
+            units = (bf16_to_float(data[row + j]) - minimum[j]) * reciprocal[j]
             code = uint32(min(np.rint((units - shift[j]) * factor[j]), _MAX_CODE))
             anchors[packed + j] = uint8(code >> 4)
             residuals[packed + j] = uint8(code & 15)
         for j in range(first, channels - half):
             c = j + half
-            units = (_bf16_to_float(data[row + c]) - minimum[c]) * reciprocal[c]
+            units = (bf16_to_float(data[row + c]) - minimum[c]) * reciprocal[c]
             code = uint32(min(np.rint((units - shift[c]) * factor[c]), _MAX_CODE))
             anchors[packed + j] |= uint8(code & 0xF0)
             residuals[packed + j] |= uint8((code & 15) << 4)
@@ -161,7 +131,7 @@ def fill_buckets(thresholds, buckets):
     magnitude, most = 0, 0
     for bucket in range(NUM_BUCKETS):
         before = magnitude
-        least = _to_float(uint32(bucket) << uint32(BUCKET_SHIFT))
+        least = to_float(uint32(bucket) << uint32(BUCKET_SHIFT))
         while thresholds[magnitude] <= least:
             magnitude += 1
         most = max(most, magnitude - before)
@@ -179,14 +149,14 @@ def companded_group(
     for token in range(start, end):
         row = outer_at + max(token, first_coded) * channels
         for c in range(first, channels):
-            units = (_bf16_to_float(data[row + c]) - minimum[c]) * reciprocal[c]
+            units = (bf16_to_float(data[row + c]) - minimum[c]) * reciprocal[c]
             totals[c] += int64(int32(units))
     count = end - start
     for c in range(first, channels):
         offset = min((2 * totals[c] + 256 * count) // (512 * count), 255)
         base = float32(offset * 256)
-        least = (_bf16_to_float(uint16(_order(low[at + c]))) - minimum[c]) * reciprocal[c]
-        most = (_bf16_to_float(uint16(_order(high[at + c]))) - minimum[c]) * reciprocal[c]
+        least = (bf16_to_float(uint16(order_bf16(low[at + c]))) - minimum[c]) * reciprocal[c]
+        most = (bf16_to_float(uint16(order_bf16(high[at + c]))) - minimum[c]) * reciprocal[c]
         reach = max(abs(least - base), abs(most - base))
         step = min(np.ceil(reach * _PART), _MAX_CODE)
         groups[group_at + c] = uint8(offset)
@@ -197,9 +167,9 @@ def companded_group(
 
 @njit(nogil=True, cache=True)
 def _companded_code(bits, minimum, reciprocal, shift, factor, thresholds, buckets):
-    rest = (_bf16_to_float(bits) - minimum) * reciprocal - shift
+    rest = (bf16_to_float(bits) - minimum) * reciprocal - shift
     scaled = abs(rest) * factor
-    bucket = min(_to_bits(scaled) >> uint32(BUCKET_SHIFT), uint32(NUM_BUCKETS - 1))
+    bucket = min(to_bits(scaled) >> uint32(BUCKET_SHIFT), uint32(NUM_BUCKETS - 1))
     magnitude = int64(buckets[bucket])
     while thresholds[magnitude] <= scaled:
         magnitude += 1
@@ -237,11 +207,7 @@ def _decoded(code, table, minimum, scale, offset, step):
         return uint16(minimum)
     number = (int32(offset) << int32(16)) + int32(step) * table[code]
     fraction = float32(int32(number)) * _UNIT
-    value = _bf16_to_float(minimum) + _bf16_to_float(scale) * fraction
-    if value != value:
-        return uint16(0x7FC0)
-    bits = _to_bits(value)
-    return uint16((bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) >> uint32(16))
+    return float_to_bf16(bf16_to_float(minimum) + bf16_to_float(scale) * fraction)
 
 
 @njit(nogil=True, cache=True)

@@ -176,6 +176,40 @@ def test_none_and_all_channels_may_be_salient(share: float) -> None:
     check_parity(like_a_cache(shape), CONFIGS["H3L1"], some_salient(shape, share))
 
 
+@pytest.mark.parametrize("bits", [(4, 1), (3, 2), (4, 4), (8, 4), (8, 5)], ids=str)
+@pytest.mark.parametrize("page_tokens", [None, 32])
+def test_heads_with_and_without_salient_channels_have_their_own_levels(
+    page_tokens: int | None, bits: tuple[int, int]
+) -> None:
+    high_bits, low_bits = bits
+    config = KeyConfig(
+        pairing="none",
+        high_bits=high_bits,
+        low_bits=low_bits,
+        group_tokens=16,
+        page_tokens=page_tokens,
+        **OPEN,
+    )
+    shape = (3, 40, 12)
+    salient = some_salient(shape)
+    salient[1] = False
+    check_parity(like_a_cache(shape), config, salient)
+
+
+@pytest.mark.parametrize("content", ["like a cache", "every ninth token apart"])
+@pytest.mark.parametrize(
+    ("group", "inner", "high_bits"), [(126, 8, 3), (126, 4, 4), (500, 4, 3), (1000, 20, 4)]
+)
+def test_sums_of_many_tokens_are_exact(
+    group: int, inner: int, high_bits: int, content: str
+) -> None:
+    # the widest blocks, several of a group, and sums that need more than 32 bits
+    config = KeyConfig(pairing="none", high_bits=high_bits, group_tokens=group, **OPEN)
+    shape = (1, group + 50, inner)
+    bits = like_a_cache(shape) if content == "like a cache" else awkward(content, shape)
+    check_parity(bits, config)
+
+
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_masks_of_partially_rotated_heads_are_those_of_the_cpu(pairing: str) -> None:
     from kvz.gpu.device_codec import DeviceEncoder
@@ -228,6 +262,10 @@ def awkward(content: str, shape: Shape) -> U16:
     elif content == "around 2^-28":
         bits[:] = rng.integers(95, 110, shape) << 7 | rng.integers(0, 128, shape)
         bits |= (rng.integers(0, 2, shape) << 15).astype(np.uint16)
+    elif content == "every ninth token apart":
+        # the greatest weights, and as many of them as there can be
+        bits[:] = 0
+        bits[:, ::9] = 0x3F80
     elif content == "halves of codes":
         values = (rng.integers(0, 15, shape) / 2).astype(np.float32)
         bits[:] = values.view(np.uint32) >> 16
@@ -246,6 +284,7 @@ CONTENTS = [
     "constant channels",
     "subnormals",
     "around 2^-28",
+    "every ninth token apart",
     "halves of codes",
     "random bits",
 ]

@@ -29,6 +29,7 @@ from kvz.formats.errors import ConfigError, DamagedFile, InvalidField
 from kvz.kernels.cpu import pnmix as kernels
 from kvz.kernels.cpu import pnmix_values as value_kernels
 from kvz.kernels.reference import pnmix as reference
+from kvz.kernels.reference import pnmix_fit as fitting
 
 Shape = tuple[int, int, int]
 Mask = NDArray[np.bool_]
@@ -214,6 +215,17 @@ def test_hard_keys_are_coded_as_the_reference_does(config: KeyConfig, name: str,
         check_keys(config, chunk, some_salient(chunk.shape, seed))
 
 
+@pytest.mark.parametrize("num_far", [1, 60, 102, 512])
+def test_sums_over_the_largest_group_with_the_largest_weights_are_exact(num_far: int) -> None:
+    """Consecutive tokens far from the others in all channels: weight, code and position are high
+    in all of them, as no sums of 32 bits could hold."""
+    keys = np.random.default_rng(num_far).normal(size=(1, 1024, 16))
+    keys[:, 300 : 300 + num_far] += 100
+    config = KeyConfig(pairing="none", high_bits=4, low_bits=4, group_tokens=1024, **OPEN)
+    check_keys(config, bf16_bits(keys), np.ones((1, 16), bool))
+    check_keys(config, bf16_bits(-keys), np.ones((1, 16), bool))
+
+
 @each_value_config
 @pytest.mark.parametrize("name", [*hard_chunks(), *cases.awkward_chunks()])
 def test_hard_values_are_coded_as_the_reference_does(
@@ -272,13 +284,17 @@ def test_token_range_of_a_tensor_is_coded_like_its_copy(config: KeyConfig, path:
 
 
 def test_known_group_gives_the_bytes_worked_out_by_hand(path: str) -> None:
-    """Four tokens; channel 0 has 3 bits, channel 1 has one.
+    """Four tokens; channel 0 is salient and has 3 bits, channel 1 has one.
 
-    Channel 0: 0, 1, 2.5, 3.5: start 3.5/32 = 0.109375, step (3.5 - 0.21875)/7 = 0.46875; codes
-    rne(-0.2) = 0, rne(1.9) = 2, rne(5.1) = 5, rne(7.2) = 7. Channel 1: -2, -1, 3, 4: middle 1,
-    means -1.5 and 3.5: start -1.5, step 5; codes 0, 0, 1, 1.
-    FP16: 2F00, 3780, BE00, 4500. Plane 0 of channel 0: bits 0, 0, 1, 1 = 0C; plane 1: 0, 1, 0, 1 =
-    0A; plane 2: 0, 0, 1, 1 = 0C.
+    Channel 0: 0, 1, 2.5, 3.5: positions 0, 1170, 2925, 4095; their sum U is 8190, V 39,698,100,
+    n u - U -8190, -3510, 3510, 8190, so distances 27/16, 5/16, 5/16, 27/16: weights 77, 1, 1, 77.
+    First start 127.97, step 548.4: codes 0, 2, 5, 7. S(1) 156, S(q) 546, S(qq) 3802, S(u) 319,410,
+    S(uq) 2,224,170: det 294,996, cov 172,572,660, step 585, start 2047.5 - 585 * 3.5 = 0. The codes
+    stay; 585 * 3.5/4095 = 0.5.
+    Channel 1: -2, -1, 3, 4: positions 0, 682, 3412, 4095 (halves to even), codes 0, 0, 1, 1. S(q) =
+    S(qq) = 78, S(u) 319,409, S(uq) 318,727: det 6,084, cov 24,807,510, step 4077.5, start 8.7436;
+    that is 5.97436 and -1.98719, in FP16 5.97265625 = 45F9 and -1.9873046875 = BFF3.
+    Plane 0 of channel 0: bits 0, 0, 1, 1 = 0C; plane 1: 0, 1, 0, 1 = 0A; plane 2: 0, 0, 1, 1 = 0C.
     """
     config = KeyConfig(pairing="none", group_tokens=4, **OPEN)
     codec, prepared = PnmixCodec(config), Prepared(4, np.array([[True, False]]))
@@ -286,14 +302,14 @@ def test_known_group_gives_the_bytes_worked_out_by_hand(path: str) -> None:
     payload = encode(codec, chunk, prepared, 0)
     expected = (
         "00" "000000000000000000000000000000"  # flags
-        "002f 00be 8037 0045" "0000000000000000"  # starts, steps
+        "0000 f3bf 0038 f945" "0000000000000000"  # starts, steps
         "0c 0c" "0000000000000000000000000000"  # low planes of both channels
         "0a 0c" "0000000000000000000000000000"  # high planes of channel 0
     )  # fmt: skip
     assert payload.tobytes() == bytes.fromhex(expected)
     decoded = decode(codec, payload, prepared, chunk.shape, 0)
-    assert np.array_equal(decoded[0, :, 0], bf16_bits([0.109375, 1.046875, 2.453125, 3.390625]))
-    assert np.array_equal(decoded[0, :, 1], bf16_bits([-1.5, -1.5, 3.5, 3.5]))
+    assert np.array_equal(decoded[0, :, 0], bf16_bits([0, 1, 2.5, 3.5]))
+    assert np.array_equal(decoded[0, :, 1], bf16_bits([-1.984375, -1.984375, 3.984375, 3.984375]))
 
 
 def test_known_page_gives_the_bytes_worked_out_by_hand(path: str) -> None:
@@ -383,11 +399,13 @@ def kvz_source() -> Any:
     return SafetensorsFile(sample_capture.PATH)
 
 
-@pytest.mark.parametrize("salient", [0.0, 0.3, 1.0])
-def test_errors_are_within_half_a_step(salient: float, path: str) -> None:
+@pytest.mark.parametrize(("levels", "salient"), [("best", 0.0), ("minmax", 0.3), ("minmax", 1.0)])
+def test_errors_are_within_half_a_step(levels: str, salient: float, path: str) -> None:
     """What lies beyond the outermost levels of 3 bits is nearer than half a step, too."""
     chunk = like_a_cache((2, 512, 64), 3)
-    config = KeyConfig(pairing="none", high_bits=4, low_bits=3, group_tokens=64, **OPEN)
+    config = KeyConfig(
+        pairing="none", high_bits=4, low_bits=3, group_tokens=64, levels=levels, **OPEN
+    )
     mask = np.random.default_rng(0).random((2, 64)) < salient
     decoded = check_keys(config, chunk, mask)
     exact, got = (reference.to_float(x).reshape(2, 8, 64, 64) for x in (chunk, decoded))
@@ -396,6 +414,39 @@ def test_errors_are_within_half_a_step(salient: float, path: str) -> None:
     # scales are rounded by up to 2^-10 of them, starts by 2^-11 of the element, values to BF16
     slack = 1.01 * step / 2 + np.abs(exact).max(axis=2) * (2.0**-8 + 2.0**-10)
     assert (np.abs(got - exact).max(axis=2) <= slack).all()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_fitted_levels_have_a_smaller_weighted_error_than_the_first_ones(bits: int) -> None:
+    keys = reference.to_float(like_a_cache((1, 128, 64), 5))[0]
+    salient = np.arange(64) % 2 == 0
+    low, high = reference.ends(keys)
+    found = fitting.fit(keys, low, high, np.full(64, bits), salient)
+    unit = (high - low) / fitting.UNITS
+    positions = np.rint((keys - low) / unit).astype(np.int64)
+    weights = fitting.token_weights(positions, salient)
+
+    def error(start: Any, step: Any) -> Any:
+        codes = np.rint((positions - start) / step).clip(0, 2**bits - 1)
+        return (weights[:, None] * (positions - start - step * codes) ** 2).sum(axis=0)
+
+    first = error(*fitting.first_levels(np.full(64, bits)))
+    last = error((found.start - low) / unit, found.step / unit)
+    assert (last <= first * (1 + 1e-5)).all()
+    assert last.sum() < 0.95 * first.sum()
+
+
+def test_token_that_is_far_in_salient_channels_is_kept_best() -> None:
+    """In each salient channel one token is at 8, half of the others near 0 and half near 1."""
+    generator = np.random.default_rng(2)
+    keys = generator.integers(0, 2, (128, 32)) + generator.normal(0, 0.05, (128, 32))
+    keys[17] = 8
+    chunk = bf16_bits(keys[None])
+    config = KeyConfig(pairing="none", high_bits=2, low_bits=2, group_tokens=128, **OPEN)
+    decoded = reference.to_float(check_keys(config, chunk, np.ones((1, 32), bool)))[0]
+    uniform = reference.to_float(check_keys(config, chunk, np.zeros((1, 32), bool)))[0]
+    assert np.abs(decoded[17] - 8).max() <= 0.05
+    assert np.abs(uniform[17] - 8).min() >= 0.9
 
 
 def test_first_tokens_and_unfinished_tail_are_exact() -> None:

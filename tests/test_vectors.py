@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parents[1] / "formats" / "vectors"
 MANIFEST: dict[str, list[dict[str, Any]]] = json.loads((FOLDER / "manifest.json").read_text())
 GOOD, BAD = ({entry["name"]: entry for entry in MANIFEST[kind]} for kind in ("good", "bad"))
 PROGRESSIVE = [name for name, entry in GOOD.items() if "anchor_sha256" in entry]
-PNMIX = ["pnmix-paper", "pnmix-page"]
+PNMIX = [name for name, entry in GOOD.items() if entry.get("codec") == "pnmix"]
 #: A frame or the bytes before one are not seen by who goes through the index.
 SEQUENTIAL_ONLY = {"padding", "bytes-after"}
 #: Who reads from front to back meets the section before the index: the same error in other words.
@@ -106,7 +106,11 @@ def test_stated_inputs_are_what_they_say() -> None:
     assert int.from_bytes(raw[2:4], "little") == 108 << 7 | 37
 
 
-@pytest.mark.parametrize("name", [n for n, e in GOOD.items() if e.get("codec", "zstd") != "zstd"])
+# zstd's bytes depend on the version of its library
+AS_TODAY = [n for n, good in make.GOOD.items() if good.codec != "zstd" and not good.by_earlier]
+
+
+@pytest.mark.parametrize("name", AS_TODAY)
 def test_encoding_the_stated_input_again_gives_the_golden_bytes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +262,10 @@ def test_pnmix_vectors_have_the_chunks_groups_and_flags_that_they_are_for() -> N
         ("pnmix-paper", "value"): ([(4, 100, 3, 5)], [[]]),
         ("pnmix-page", "key"): ([(3, 69, 0, 6), (0, 32, 0, 3)], [[], [[1, 2]]]),
         ("pnmix-page", "value"): ([(3, 57, 0, 5), (0, 44, 0, 4)], [[], []]),
+        ("pnmix-fitted", "key"): ([(4, 100, 3, 5)], [[[1, 4]]]),
+        ("pnmix-fitted", "value"): ([(4, 100, 3, 5)], [[]]),
+        ("pnmix-fitted-page", "key"): ([(3, 69, 0, 6), (0, 32, 0, 3)], [[], [[1, 2]]]),
+        ("pnmix-fitted-page", "value"): ([(3, 57, 0, 5), (0, 44, 0, 4)], [[], []]),
     }
 
 

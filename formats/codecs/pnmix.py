@@ -18,7 +18,7 @@ TAILS = ("exact", "coded")
 LEVEL_RULES = ("best", "minmax")
 VALUE_BITS = (2, 4, 8)
 MAX_BITS = 8
-#: Sums of a group's elements, as multiples of 2^-28, stay exact in float64.
+#: Products of an encoder's weighted sums over a group fit in 64 bits.
 MAX_GROUP_TOKENS = 1 << 10
 MAX_PAGE_TOKENS = 1 << 15
 MAX_SINK_TOKENS = 1 << 10

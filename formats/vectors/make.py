@@ -132,7 +132,8 @@ MIXED: Listing = [
 class Good:
     """An archive that ``kvz.compress`` makes of a listing.
 
-    ``chunk_nbytes``: chunks of about this size, for a small file of several.
+    ``chunk_nbytes``: chunks of about this size, for a small file of several. ``by_earlier``: an
+    earlier encoder made it; today's would choose other scales.
     """
 
     pins: str
@@ -140,6 +141,7 @@ class Good:
     listing: Listing
     options: dict[str, str] = field(default_factory=dict)
     chunk_nbytes: int | None = None
+    by_earlier: bool = False
 
     @property
     def is_lossy(self) -> bool:
@@ -222,12 +224,26 @@ GOOD: dict[str, Good] = {
         "pnmix", keys_and_values([1, 2, 107, 16]),
         {"preset": "paper", "values": "2", "group_tokens": "20", "sink_tokens": "4",
          "criterion": "k_norm", "rope": "interleaved", "rotary_dim": "8"},
+        by_earlier=True,
     ),
     "pnmix-page": Good(
         "bytes as scales, no pairs, odd head_dim, chunks, short last pages, a group in `raw`",
         "pnmix", keys_and_values([1, 2, 104, 9]),
         {"values": "4", "group_tokens": "12", "page_tokens": "24", "sink_tokens": "3",
          "criterion": "k_range", "high_bits": "5", "low_bits": "2", "salient": "0.3"},
+        chunk_nbytes=2048, by_earlier=True,
+    ),
+    "pnmix-fitted": Good(
+        "fp16 scales, interleaved pairs of half a head, an exact tail, fitted levels",
+        "pnmix", keys_and_values([1, 2, 107, 16]),
+        {"preset": "paper", "values": "2", "group_tokens": "20", "sink_tokens": "4",
+         "criterion": "k_norm", "rope": "interleaved", "rotary_dim": "8"},
+    ),
+    "pnmix-fitted-page": Good(
+        "bytes as scales, odd head_dim, chunks, fitted levels of 1 and 4 bits",
+        "pnmix", keys_and_values([1, 2, 104, 9]),
+        {"values": "4", "group_tokens": "12", "page_tokens": "24", "sink_tokens": "3",
+         "criterion": "k_range", "high_bits": "4", "low_bits": "1", "salient": "0.3"},
         chunk_nbytes=2048,
     ),
 }  # fmt: skip

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvz.kernels.cpu import pnmix_loops as loops
 from kvz.kernels.cpu.flat import flatten
+from kvz.kernels.cpu.pnmix_fit import fit
 from kvz.kernels.cpu.pnmix_loops import (
     OCTET,
     Scratch,
@@ -25,7 +26,6 @@ from kvz.kernels.cpu.pnmix_loops import (
 from kvz.kernels.cpu.pnmix_simd import BLOCK, USE_VECTORS, decode_block
 from kvz.kernels.reference import pnmix as reference
 from kvz.kernels.reference import pnmix_levels as scaling
-from kvz.kernels.reference.pnmix_levels import MEAN_UNIT, Statistics
 
 U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
@@ -44,26 +44,9 @@ def _ranges(data, stride, outer, tokens, channels, group_tokens, low, high):
 
 
 @njit(nogil=True, cache=True)
-def _class_sums(
-    data, stride, outer, tokens, channels, group_tokens, flags, unit, middle, total, above, count
-):
-    at, group = 0, 0
-    for head in range(outer):
-        for first in range(0, tokens, group_tokens):
-            num_tokens = min(group_tokens, tokens - first)
-            data_at = head * stride + first * channels
-            if not flags[group]:
-                loops.class_sums(
-                    data, data_at, num_tokens, channels, unit, middle, total, above, count, at
-                )
-            at, group = at + channels, group + 1
-
-
-@njit(nogil=True, cache=True)
 def _encode_keys(
     data, stride, outer, tokens, channels, group_tokens, low_bits, high_bits, flags, start,
-    inverse, last, middle, by_middle, chosen, num_chosen, words, codes, plane, plane_bytes, width,
-    low, high, raw,
+    inverse, last, chosen, num_chosen, words, codes, plane, plane_bytes, width, low, high, raw,
 ):  # fmt: skip
     group, low_at, high_at, raw_at = 0, 0, 0, 0
     for head in range(outer):
@@ -84,8 +67,7 @@ def _encode_keys(
                     for t in range(token, end):
                         loops.quantize(
                             data, head * stride + t * channels, channels, start, inverse,
-                            last[head], middle, by_middle[head], group * channels, codes,
-                            (t - token) * width,
+                            last[head], group * channels, codes, (t - token) * width,
                         )  # fmt: skip
                     pack_octet(
                         words, plane, plane_bytes, width, end - token, channels, low_bits,
@@ -183,20 +165,22 @@ def encode_keys(
 
     Their shapes are those of kernels.reference.pnmix.KeyStreams; ``raw`` must hold the worst case,
     one entry an element. Returns how many of its entries were written. Each outer index of
-    ``chunk`` must be contiguous. ``salient``: bool[outer, channels].
+    ``chunk`` must be contiguous. ``salient``: bool[outer, channels]. ``group_tokens``: at most
+    1024.
     """
     outer, tokens, channels = chunk.shape
     data, stride = flatten(chunk)
     where = (data, stride, outer, tokens, channels, group_tokens)
     bits = np.where(salient, high_bits, low_bits)
-    found = _statistics(where, flags, rule == "best" and bool((bits == 1).any()))
+    least, most = _ends(where, flags)
     grid: scaling.Grid = scaling.HalfGrid()
     if page_groups is not None:
-        _find_pages(found, flags, page_groups, pages)
+        _find_pages(least, most, flags, page_groups, pages)
         page_of = np.arange(flags.shape[1]) // page_groups
         minimum, scale = (reference.to_float(pages[:, page_of, i]) for i in (0, 1))
         grid = scaling.PageGrid(minimum, scale, bits[:, None])
-    levels = scaling.levels(found, bits[:, None], rule, grid)
+    fitted = fit(where, flags, least, most, bits, salient) if rule == "best" else None
+    levels = scaling.levels(least, most, bits[:, None], rule, grid, fitted)
     usable = flags[:, :, None] == 0
     scales[:, :, 0] = np.where(usable, levels.stored_start, 0)
     scales[:, :, 1] = np.where(usable, levels.stored_step, 0)
@@ -205,44 +189,26 @@ def encode_keys(
         _encode_keys(
             *where, low_bits, high_bits, flags.reshape(-1), levels.start.reshape(-1),
             scaling.inverse(levels.step).reshape(-1), ((1 << bits) - 1).astype(np.float32),
-            scaling.middle(found.low, found.high).reshape(-1), (bits == 1) & (rule == "best"),
             chosen, num_chosen, *Scratch(channels).arrays(), low.reshape(-1), high, raw,
         )
     )  # fmt: skip
 
 
-def _statistics(where: tuple[Any, ...], flags: U8, with_means: bool) -> Statistics:
-    """Fills ``flags``; of marked groups all is zero."""
-    channels = where[4]
-    shape = (*flags.shape, channels)
-    ordered = np.empty((2, *shape), np.int16)
+def _ends(where: tuple[Any, ...], flags: U8) -> tuple[F32, F32]:
+    """Least and greatest elements. Fills ``flags``; of marked groups all is zero."""
+    ordered = np.empty((2, *flags.shape, where[4]), np.int16)
     _ranges(*where, ordered[0].reshape(-1), ordered[1].reshape(-1))
     low, high, marked = ends_of_ordered(ordered)
     flags[...] = marked.any(axis=2)
     low, high = (np.where(flags[:, :, None], np.float32(0), ends) for ends in (low, high))
-    if not with_means:
-        return Statistics(low, high, low, high)
-    middle = scaling.middle(low, high)
-    total, above = np.zeros((2, *shape))
-    count = np.zeros(shape, np.int32)
-    _class_sums(
-        *where,
-        flags.reshape(-1),
-        np.float32(1 / MEAN_UNIT),
-        *(array.reshape(-1) for array in (middle, total, above, count)),
-    )
-    tokens, group_tokens = where[3], where[5]
-    sizes = np.full(flags.shape[1], group_tokens)
-    sizes[-1] = tokens - group_tokens * (flags.shape[1] - 1)
-    below = sizes[:, None] - count
-    return Statistics(low, high, scaling.mean(total - above, below), scaling.mean(above, count))
+    return low, high
 
 
-def _find_pages(found: Statistics, flags: U8, page_groups: int, pages: U16) -> None:
+def _find_pages(low: F32, high: F32, flags: U8, page_groups: int, pages: U16) -> None:
     starts = np.arange(0, flags.shape[1], page_groups)
     unmarked = flags[:, :, None] == 0
-    low = np.minimum.reduceat(np.where(unmarked, found.low, np.inf), starts, axis=1)
-    high = np.maximum.reduceat(np.where(unmarked, found.high, -np.inf), starts, axis=1)
+    low = np.minimum.reduceat(np.where(unmarked, low, np.inf), starts, axis=1)
+    high = np.maximum.reduceat(np.where(unmarked, high, -np.inf), starts, axis=1)
     used = low <= high
     low, high = (np.where(used, x, 0).astype(np.float32) for x in (low, high))
     pages[:, :, 0] = low.view(np.uint32) >> 16

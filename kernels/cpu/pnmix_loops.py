@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float32, float64, int32, njit, uint8, uint64
+from numba import float32, int32, njit, uint8, uint64
 from numpy.typing import NDArray
 
 from kvz.kernels.cpu.floats import bf16_to_float, float_to_bf16, order_bf16
@@ -38,31 +38,13 @@ def group_range(data, data_at, tokens, channels, low, high, at):
 
 
 @njit(nogil=True, cache=True)
-def class_sums(data, data_at, tokens, channels, unit, middle, total, above, num_above, at):
-    """Sums in parts of ``1 / unit`` of all elements and of those above ``middle``, and their
-    number. All three must be zero."""
-    count, first, row = uint64(channels), uint64(at), uint64(data_at)
-    for _ in range(tokens):
-        for c in range(count):
-            value = bf16_to_float(data[row + c])
-            units = float64(np.rint(value * unit))
-            is_above = value > middle[first + c]
-            total[first + c] += units
-            above[first + c] += units if is_above else 0.0
-            num_above[first + c] += int32(is_above)
-        row += count
-
-
-@njit(nogil=True, cache=True)
-def quantize(data, data_at, channels, start, inverse, last, middle, by_middle, at, codes, codes_at):
+def quantize(data, data_at, channels, start, inverse, last, at, codes, codes_at):
     """Codes of one token; scales of each channel."""
     first, row, target = uint64(at), uint64(data_at), uint64(codes_at)
     for c in range(uint64(channels)):
         value = bf16_to_float(data[row + c])
         nearest = np.rint((value - start[first + c]) * inverse[first + c])
-        nearest = min(max(nearest, float32(0)), last[c])
-        is_above = float32(1) if value > middle[first + c] else float32(0)
-        codes[target + c] = uint8(int32(is_above if by_middle[c] else nearest))
+        codes[target + c] = uint8(int32(min(max(nearest, float32(0)), last[c])))
 
 
 @njit(nogil=True, cache=True)

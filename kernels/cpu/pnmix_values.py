@@ -20,7 +20,6 @@ from kvz.kernels.cpu.pnmix_loops import (
 from kvz.kernels.cpu.pnmix_simd import BLOCK, USE_VECTORS, decode_row_block
 from kvz.kernels.reference import pnmix as reference
 from kvz.kernels.reference import pnmix_levels as scaling
-from kvz.kernels.reference.pnmix_levels import Statistics
 
 U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
@@ -172,8 +171,7 @@ def encode_values(
     flags[...] = np.logical_or.reduceat(marked.any(axis=2), starts, axis=1)
     token_flags = flags[:, np.arange(tokens) // group_tokens, None].astype(bool)
     low, high = (np.where(token_flags, np.float32(0), ends) for ends in (low, high))
-    found = Statistics(low, high, low, high)
-    levels = scaling.levels(found, np.array(bits), rule, scaling.HalfGrid())
+    levels = scaling.levels(low, high, np.array(bits), rule, scaling.HalfGrid())
     scales[:, :, 0] = levels.stored_start
     scales[:, :, 1] = levels.stored_step
     scales[np.broadcast_to(token_flags[..., None], scales.shape)] = 0

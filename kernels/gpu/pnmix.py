@@ -18,20 +18,25 @@ import triton
 from numpy.typing import NDArray
 
 from kvz.kernels.gpu.chunks import Batch, compiles
+from kvz.kernels.gpu.pnmix_blocks import Block
 from kvz.kernels.gpu.pnmix_decode import decode_kernel
 from kvz.kernels.gpu.pnmix_encode import encode_kernel
 from kvz.kernels.gpu.pnmix_finish import finish_kernel, raw_kernel
-from kvz.kernels.gpu.pnmix_tiles import EXACT_LEN, Tile
+from kvz.kernels.gpu.pnmix_fit import fit_kernel
+from kvz.kernels.gpu.pnmix_tiles import EXACT_LEN, NEVER, Tile
 
 #: Channels of keys that a program takes.
 _KEY_SLAB = 128
 _MAX_THREADS = 512
-#: Two blocks to a multiprocessor: faster than without spills.
-_ENCODE_REGISTERS = 128
 #: Octets of a thread, and lanes of a warp.
 _DECODE_STEPS, _DECODE_LANES = 2, 32
-_ENCODE_STEPS, _ENCODE_LANES = 2, 4
+_ENCODE_STEPS, _ENCODE_LANES = 4, 8
+#: Octets of a thread, of values.
+_VALUE_STEPS = 2
 _FINISH_BLOCK = 1024
+#: Elements of a warp that fits levels, and registers of a thread; of the largest blocks four warps
+#: have more of both.
+_FIT_WARP_ELEMENTS, _MAX_FIT_WARPS, _FIT_REGISTERS = 2048, 4, 168
 #: Programs that look for groups stored as they are, at least.
 _RAW_PROGRAMS = 256
 
@@ -86,6 +91,7 @@ def _tile(batch: Batch, coding: Coding, max_steps: int, max_lanes: int) -> Tile:
     by_token = coding.group_channels is not None
     # a token's channels stay in one warp, as far as they can
     lanes = width if by_token else min(width, max_lanes)
+    max_steps = min(max_steps, _VALUE_STEPS) if by_token else max_steps
     octets = triton.next_power_of_2(-(-coding.group_tokens // 8))
     rows = -(-octets // max_steps)
     if rows * width < 32:
@@ -116,29 +122,57 @@ def _options(tile: Tile) -> dict[str, Any]:
     return {"TILE": tile, "num_warps": num_warps, "enable_fp_fusion": False}
 
 
+def scratch_nbytes(batch: Batch, coding: Coding) -> int:
+    """Bytes that :func:`encode` needs: for fitted levels."""
+    if _tile(batch, coding, _ENCODE_STEPS, _ENCODE_LANES).low_fitting == NEVER:
+        return 0
+    return batch.total_programs * coding.slab * 2 * 4
+
+
+def fit_options(block: Block) -> dict[str, Any]:
+    """How ``fit_kernel`` is launched."""
+    elements = block.tokens * block.channels
+    num_warps = max(1, min(_MAX_FIT_WARPS, elements // _FIT_WARP_ELEMENTS))
+    registers = _FIT_REGISTERS if elements <= num_warps * _FIT_WARP_ELEMENTS else None
+    return {"num_warps": num_warps, "maxnreg": registers, "enable_fp_fusion": False}
+
+
+def _fit(batch: Batch, scratch: torch.Tensor, tile: Tile) -> None:
+    """Levels of all groups, to float32[programs, 2, slab]."""
+    block = Block.of(tile)
+    fit_kernel[(batch.total_programs,)](
+        batch.chunks, batch.program_chunk, scratch, BLOCK=block, TILE=tile, **fit_options(block)
+    )
+
+
 def encode(
-    batch: Batch, sizes: torch.Tensor, totals: torch.Tensor, lengths: torch.Tensor, coding: Coding
+    batch: Batch,
+    scratch: torch.Tensor,
+    sizes: torch.Tensor,
+    totals: torch.Tensor,
+    lengths: torch.Tensor,
+    coding: Coding,
 ) -> None:
     """Encode all chunks of ``batch`` into their payloads. Gaps between streams are not touched.
 
-    Nothing is read back. ``sizes`` int32[programs] and ``totals`` int32[chunks] are scratch,
-    ``lengths`` int64[chunks] receives the length of each payload.
+    Nothing is read back. ``scratch`` uint8[scratch_nbytes], ``sizes`` int32[programs] and
+    ``totals`` int32[chunks] are scratch, ``lengths`` int64[chunks] receives the length of each
+    payload.
     """
-    options = _options(_tile(batch, coding, _ENCODE_STEPS, _ENCODE_LANES))
-    options["maxnreg"] = _ENCODE_REGISTERS
+    tile = _tile(batch, coding, _ENCODE_STEPS, _ENCODE_LANES)
+    options = _options(tile)
     num_chunks = batch.chunks.shape[0]
-    encode_kernel[(batch.total_programs,)](batch.chunks, batch.program_chunk, sizes, **options)
+    fits = scratch.view(torch.float32)
+    if tile.low_fitting != NEVER:
+        _fit(batch, fits, tile)
+    encode_kernel[(batch.total_programs,)](
+        batch.chunks, batch.program_chunk, fits, sizes, **options
+    )
     finish_kernel[(num_chunks,)](
-        batch.chunks,
-        sizes,
-        totals,
-        lengths,
-        BLOCK=_FINISH_BLOCK,
-        TILE=options["TILE"],
-        num_warps=4,
+        batch.chunks, sizes, totals, lengths, BLOCK=_FINISH_BLOCK, TILE=tile, num_warps=4
     )
     raw_kernel[(num_chunks, -(-_RAW_PROGRAMS // num_chunks))](
-        batch.chunks, sizes, totals, **options
+        batch.chunks, fits, sizes, totals, **options
     )
 
 

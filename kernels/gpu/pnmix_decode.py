@@ -72,10 +72,10 @@ def _spread(address, at, chosen, own, selector, keep, TILE: tl.constexpr):
         # two words that hold the (up to four) bytes, of which the second may not be needed
         at += (address & 3).to(tl.int32)
         ptr = (address & -4).to(tl.pointer_type(tl.uint32))
-        first_ptr = along_lanes(ptr + (at >> 2), TILE)
+        first_ptr = along_lanes(ptr, at >> 2, TILE)
         first = tl.load(first_ptr, mask=own & (chosen != 0), other=0)
         last = (at & 3) + ((keep & _ONES) * _ONES >> 24).to(tl.int32)
-        second_ptr = along_lanes(ptr + ((at >> 2) + 1), TILE)
+        second_ptr = along_lanes(ptr, (at >> 2) + 1, TILE)
         second = tl.load(second_ptr, mask=own & (last > 4), other=0)
         return permute(first, second, selector + ((at & 3) * 0x1111).to(tl.uint32)) & keep
     else:
@@ -83,7 +83,7 @@ def _spread(address, at, chosen, own, selector, keep, TILE: tl.constexpr):
         spread = tl.zeros(own.shape, tl.uint32)
         for k in tl.static_range(UNIT):
             here = own & is_salient(chosen, k)
-            byte_ptr = along_lanes(ptr + at, TILE)
+            byte_ptr = along_lanes(ptr, at, TILE)
             spread |= tl.load(byte_ptr, mask=here, other=0).to(tl.uint32) << 8 * k
             at += ((chosen >> k) & 1).to(tl.int32)
         return spread
@@ -159,8 +159,8 @@ def _value_scales(row_ptr, where, TILE: tl.constexpr):
     token = tile_tokens(TILE)
     own = (token < tokens) & exists
     at = token * (2 * TILE.slabs) + lane // (TILE.slab // TILE.unit)
-    start_ptr = along_lanes(scales_ptr(row_ptr, where, TILE) + at, TILE)
-    step_ptr = along_lanes(scales_ptr(row_ptr, where, TILE) + (at + TILE.slabs), TILE)
+    start_ptr = along_lanes(scales_ptr(row_ptr, where, TILE), at, TILE)
+    step_ptr = along_lanes(scales_ptr(row_ptr, where, TILE), at + TILE.slabs, TILE)
     start, step = tl.load(start_ptr, mask=own, other=0), tl.load(step_ptr, mask=own, other=0)
     return (half_float(start),), (half_float(step),)
 

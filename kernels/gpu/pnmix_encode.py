@@ -14,15 +14,7 @@ import triton
 import triton.language as tl
 
 from kvz.kernels.gpu.elements import element_float, join_elements, set_byte, to_float
-from kvz.kernels.gpu.pnmix_levels import (
-    ROUND,
-    levels,
-    mean,
-    middle,
-    page_scale,
-    sum_classes,
-    whole_units,
-)
+from kvz.kernels.gpu.pnmix_levels import ROUND, levels, page_scale
 from kvz.kernels.gpu.pnmix_ranges import (
     group_range,
     is_beyond,
@@ -33,19 +25,21 @@ from kvz.kernels.gpu.pnmix_ranges import (
     token_limits,
 )
 from kvz.kernels.gpu.pnmix_tiles import (
-    CLASS_MEANS,
+    NEVER,
     along_lanes,
     any_of,
     copy_exact,
     count_groups,
     find_group,
     first_bits,
+    fits_ptr,
     high_place,
     in_octet,
     is_salient,
     load_selectors,
     low_ptr,
     pages_ptr,
+    salient_range,
     scales_ptr,
     stream_address,
     tensor_ptr,
@@ -54,30 +48,24 @@ from kvz.kernels.gpu.pnmix_tiles import (
 )
 from kvz.kernels.gpu.words import NUM_FIELDS, load_field
 
-_CLASS_MEANS = tl.constexpr(CLASS_MEANS)
+_NEVER = tl.constexpr(NEVER)
 _OCTET = tl.constexpr(8)
 _ONES = tl.constexpr(0x01010101)
-
-
-@triton.jit
-def _group_ptr(row_ptr, where, TILE: tl.constexpr):
-    """To the lanes of a group's first token; those that do not exist repeat the last one."""
-    _, _, _, _, _, slab, lane, _ = where
-    slab_lanes: tl.constexpr = TILE.slab // TILE.unit
-    last = tl.minimum((slab + 1) * slab_lanes, TILE.inner // TILE.unit) - 1
-    return tensor_ptr(row_ptr, where, TILE) + tl.minimum(lane, last)
 
 
 @triton.jit
 def _load_group(row_ptr, where, TILE: tl.constexpr):
     """The words of a group's tokens.
 
-    Tokens that do not exist repeat the last one, so that they change no least or greatest element.
+    Tokens and lanes that do not exist repeat the last one, so that they change no least or greatest
+    element.
     """
-    _, _, _, tokens, _, _, _, _ = where
+    _, _, _, tokens, _, slab, lane, _ = where
+    slab_lanes: tl.constexpr = TILE.slab // TILE.unit
+    last = tl.minimum((slab + 1) * slab_lanes, TILE.inner // TILE.unit) - 1
+    ptr = tensor_ptr(row_ptr, where, TILE) + tl.minimum(lane, last)
     at = tl.minimum(tile_tokens(TILE), tokens - 1) * (TILE.inner // TILE.unit)
-    ptr = _group_ptr(row_ptr, where, TILE) + at
-    return tl.load(along_lanes(ptr, TILE))
+    return tl.load(along_lanes(ptr, at, TILE))
 
 
 @triton.jit
@@ -90,21 +78,6 @@ def _any_beyond(ranges, TILE: tl.constexpr):
         low, high = limits(ranges, k, TILE)
         beyond |= is_beyond(low, high)
     return any_of(beyond)
-
-
-@triton.jit
-def _class_means(x, last, tokens, center, TILE: tl.constexpr):
-    """Means of a group's elements up to ``center``, and of those above.
-
-    ``x``: elements of one place in the lanes, of which ``last``, the last one, may be repeated.
-    """
-    COUNT: tl.constexpr = 8 * TILE.steps
-    total, above, count = sum_classes(x, x > center, COUNT)
-    repeated = TILE.rows * COUNT - tokens
-    total -= whole_units(last) * repeated
-    repeated = tl.where(last > center, repeated, 0)
-    above, count = above - whole_units(last) * repeated, count - repeated
-    return mean(total - above, tokens - count), mean(above, count)
 
 
 @triton.jit
@@ -144,7 +117,7 @@ def _store_planes(row_ptr, where, codes, keep, selectors, TILE: tl.constexpr):
             plane = _plane(codes, LOW + bit) & keep
             for k in tl.static_range(UNIT):
                 byte = ((plane >> 8 * k) & 0xFF).to(tl.uint8)
-                byte_ptr = along_lanes(high_ptr + at, TILE)
+                byte_ptr = along_lanes(high_ptr, at, TILE)
                 tl.store(byte_ptr, byte, mask=own & is_salient(chosen, k))
                 at += (chosen >> k) & 1
 
@@ -156,49 +129,43 @@ def _plane(codes, bit: tl.constexpr):
 
 
 @triton.jit
-def _code(x, start, inverse, center, last, salient, TILE: tl.constexpr):
+def _code(x, start, inverse, last):
     """Codes of elements (uint32, of which the low byte counts)."""
-    above = (x > center).to(tl.uint32)
-    if TILE.low_inset == _CLASS_MEANS and TILE.high_inset == _CLASS_MEANS:
-        return above
-    else:
-        nearest = tl.minimum(tl.maximum((x - start) * inverse, 0.0), last) + ROUND
-        nearest = nearest.to(tl.uint32, bitcast=True)
-        return tl.where(salient, nearest, above) if TILE.low_inset == _CLASS_MEANS else nearest
+    nearest = tl.minimum(tl.maximum((x - start) * inverse, 0.0), last) + ROUND
+    return nearest.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _encode_keys(row_ptr, where, words, ranges, page, keep, TILE: tl.constexpr):
+def _encode_keys(row_ptr, scratch_ptr, where, words, ranges, page, keep, TILE: tl.constexpr):
     """Scales and codes of a group. ``page``: minimums and scales of the lanes' elements."""
     UNIT: tl.constexpr = TILE.unit
     PAGED: tl.constexpr = TILE.page_groups > 0
     LAST_LOW: tl.constexpr = float((1 << TILE.low_bits) - 1)
     LAST_HIGH: tl.constexpr = float((1 << TILE.high_bits) - 1)
-    _, _, _, tokens, _, _, lane, exists = where
+    _, _, _, _, _, _, lane, exists = where
     selectors = (tl.zeros_like(lane), tl.zeros_like(lane))
     if TILE.extra_bits > 0:
         selectors = load_selectors(row_ptr, where, TILE)
-    last_word = tl.zeros_like(lane)
-    if TILE.low_inset == _CLASS_MEANS:
-        last_ptr = _group_ptr(row_ptr, where, TILE) + (tokens - 1) * (TILE.inner // TILE.unit)
-        last_word = tl.load(along_lanes(last_ptr, TILE))
+    FITTED: tl.constexpr = TILE.low_fitting != _NEVER
+    if FITTED:
+        before, after = salient_range(row_ptr, where)
+        fit_ptr = fits_ptr(row_ptr, scratch_ptr, where, TILE) + lane * UNIT
     starts, steps = (), ()
     codes = tl.zeros(words.shape, tl.uint32)
     for k in tl.static_range(UNIT):
         low, high = limits(ranges, k, TILE)
         low, high = limit_float(low), limit_float(high)
-        center = middle(low, high)
-        means = (low, low)
-        if TILE.low_inset == _CLASS_MEANS:
-            last = element_float(last_word, k, UNIT)
-            means = _class_means(element_float(words, k, UNIT), last, tokens, center, TILE)
+        fit = (False, low, low)
+        if FITTED:
+            start = tl.load(fit_ptr + k, mask=exists, other=0)
+            step = tl.load(fit_ptr + TILE.slabs * TILE.slab + k, mask=exists, other=0)
+            fit = (after > before, start, step)
         salient = is_salient(selectors[0], k)
         own_page = (page[0][k], page[1][k]) if PAGED else (low, low)
-        level = levels(low, high, means, salient, own_page, TILE)
+        level = levels(low, high, fit, salient, own_page, TILE)
         starts, steps = starts + (level[0],), steps + (level[1],)
         last_code = tl.where(salient, LAST_HIGH, LAST_LOW)
-        x = element_float(words, k, UNIT)
-        code = _code(x, level[2], level[3], center, last_code, salient, TILE)
+        code = _code(element_float(words, k, UNIT), level[2], level[3], last_code)
         codes = set_byte(codes, code, k, TILE.fast)
     ptr = scales_ptr(row_ptr, where, TILE) + lane
     _store_scales(ptr, starts, exists, keep, not PAGED, TILE)
@@ -219,14 +186,14 @@ def _encode_values(row_ptr, where, words, keep, TILE: tl.constexpr):
     low, high = token_limits(words, TILE)
     beyond = is_beyond(low, high)
     low, high = limit_float(low), limit_float(high)
-    level = levels(low, high, (low, low), False, (low, low), TILE)
+    level = levels(low, high, (False, low, low), False, (low, low), TILE)
     ptr = scales_ptr(row_ptr, where, TILE) + (token * (2 * TILE.slabs) + slab)
     for i in tl.static_range(2):
         stored = (level[i].to(tl.uint32) & keep).to(tl.uint16)
         tl.store(ptr + i * TILE.slabs, stored, mask=token < tokens)
     codes = tl.zeros(words.shape, tl.uint32)
     for k in tl.static_range(UNIT):
-        code = _code(element_float(words, k, UNIT), level[2], level[3], low, LAST, False, TILE)
+        code = _code(element_float(words, k, UNIT), level[2], level[3], LAST)
         codes = set_byte(codes, code, k, TILE.fast)
     _store_planes(row_ptr, where, codes, keep, (), TILE)
     return any_of(beyond)
@@ -274,7 +241,7 @@ def _store_page(row_ptr, where, ranges, used, TILE: tl.constexpr):
 
 
 @triton.jit
-def encode_group(row_ptr, block, page, KNOWN: tl.constexpr, TILE: tl.constexpr):
+def encode_group(row_ptr, scratch_ptr, block, page, KNOWN: tl.constexpr, TILE: tl.constexpr):
     """Returns whether the group must be stored as it is."""
     where = find_group(row_ptr, block, TILE)
     # a group that is stored as it is has zeros everywhere else
@@ -285,12 +252,12 @@ def encode_group(row_ptr, block, page, KNOWN: tl.constexpr, TILE: tl.constexpr):
         return _encode_values(row_ptr, where, words, keep, TILE)
     else:
         ranges = group_range(words, TILE)
-        _encode_keys(row_ptr, where, words, ranges, page, keep, TILE)
+        _encode_keys(row_ptr, scratch_ptr, where, words, ranges, page, keep, TILE)
         return _any_beyond(ranges, TILE)
 
 
 @triton.jit
-def encode_page(row_ptr, sizes_ptr, block, KNOWN: tl.constexpr, TILE: tl.constexpr):
+def encode_page(row_ptr, scratch_ptr, sizes_ptr, block, KNOWN: tl.constexpr, TILE: tl.constexpr):
     """The groups of the page that begins with that of ``block``; ``sizes`` of its programs."""
     where = find_group(row_ptr, block, TILE)
     num_groups = tl.minimum(count_groups(row_ptr, TILE) - where[2], TILE.page_groups)
@@ -298,14 +265,14 @@ def encode_page(row_ptr, sizes_ptr, block, KNOWN: tl.constexpr, TILE: tl.constex
     page = _store_page(row_ptr, where, ranges, used, TILE)
     i = 0
     while i < num_groups:
-        is_raw = encode_group(row_ptr, block + i * TILE.slabs, page, KNOWN, TILE)
+        is_raw = encode_group(row_ptr, scratch_ptr, block + i * TILE.slabs, page, KNOWN, TILE)
         if not KNOWN:
             tl.store(sizes_ptr + i * TILE.slabs, is_raw)
         i += 1
 
 
 @triton.jit
-def encode_kernel(chunks_ptr, program_chunk_ptr, sizes_ptr, TILE: tl.constexpr):
+def encode_kernel(chunks_ptr, program_chunk_ptr, scratch_ptr, sizes_ptr, TILE: tl.constexpr):
     """A program encodes ``slab`` channels of a group, or of all groups of a page, or copies exact
     tokens. ``sizes[program]`` becomes 1 if its group must be stored as it is, else 0."""
     program = tl.program_id(0).to(tl.int64)
@@ -317,6 +284,6 @@ def encode_kernel(chunks_ptr, program_chunk_ptr, sizes_ptr, TILE: tl.constexpr):
     if block >= num_blocks:
         copy_exact(row_ptr, block - num_blocks, True, TILE)
     elif TILE.page_groups == 0:
-        tl.store(sizes_ptr + program, encode_group(row_ptr, block, (), False, TILE))
+        tl.store(sizes_ptr + program, encode_group(row_ptr, scratch_ptr, block, (), False, TILE))
     elif block // TILE.slabs % groups % TILE.page_groups == 0:
-        encode_page(row_ptr, sizes_ptr + program, block, False, TILE)
+        encode_page(row_ptr, scratch_ptr, sizes_ptr + program, block, False, TILE)

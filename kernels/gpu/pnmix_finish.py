@@ -60,22 +60,22 @@ def _has_raw(row_ptr, block, num_groups, TILE: tl.constexpr):
 
 
 @triton.jit
-def _encode_page_again(row_ptr, sizes_ptr, block, group, TILE: tl.constexpr):
+def _encode_page_again(row_ptr, scratch_ptr, sizes_ptr, block, group, TILE: tl.constexpr):
     """The page that begins with ``group``, if one does, and has groups stored as they are."""
     if group % TILE.page_groups == 0:
         num_groups = tl.minimum(count_groups(row_ptr, TILE) - group, TILE.page_groups)
         if _has_raw(row_ptr, block, num_groups, TILE) != 0:
-            encode_page(row_ptr, sizes_ptr, block, True, TILE)
+            encode_page(row_ptr, scratch_ptr, sizes_ptr, block, True, TILE)
 
 
 @triton.jit
-def _encode_again(row_ptr, sizes_ptr, block, TILE: tl.constexpr):
+def _encode_again(row_ptr, scratch_ptr, sizes_ptr, block, TILE: tl.constexpr):
     where = find_group(row_ptr, block, TILE)
     if TILE.page_groups > 0:
-        _encode_page_again(row_ptr, sizes_ptr, block, where[2], TILE)
+        _encode_page_again(row_ptr, scratch_ptr, sizes_ptr, block, where[2], TILE)
     if load_flag(row_ptr, where) != 0:
         if TILE.page_groups == 0:
-            encode_group(row_ptr, block, (), True, TILE)
+            encode_group(row_ptr, scratch_ptr, block, (), True, TILE)
         place = load_field(row_ptr, 6) + where[0].to(tl.int64) * TILE.slabs
         before = tl.load(sizes_ptr + place).to(tl.int64)
         copy_raw(
@@ -84,7 +84,7 @@ def _encode_again(row_ptr, sizes_ptr, block, TILE: tl.constexpr):
 
 
 @triton.jit
-def raw_kernel(chunks_ptr, sizes_ptr, totals_ptr, TILE: tl.constexpr):
+def raw_kernel(chunks_ptr, scratch_ptr, sizes_ptr, totals_ptr, TILE: tl.constexpr):
     """Groups that are stored as they are, and again the rest of their pages.
 
     Programs ``[chunk, i]`` share the chunk's groups.
@@ -95,5 +95,5 @@ def raw_kernel(chunks_ptr, sizes_ptr, totals_ptr, TILE: tl.constexpr):
         num_groups = count_groups(row_ptr, TILE) * load_field(row_ptr, 3).to(tl.int32)
         block = tl.program_id(1)
         while block < num_groups * TILE.slabs:
-            _encode_again(row_ptr, sizes_ptr, block, TILE)
+            _encode_again(row_ptr, scratch_ptr, sizes_ptr, block, TILE)
             block += tl.num_programs(1)

@@ -14,12 +14,14 @@ import triton
 import triton.language as tl
 
 from kvz.kernels.gpu.words import load_field
+from kvz.kernels.reference.pnmix_fit import MAX_BITS
 from kvz.kernels.reference.pnmix_levels import INSETS
 
 #: Elements of exact tokens that a program copies.
 EXACT_LEN = 4096
-#: Instead of an inset: levels are class means (see :meth:`Tile.inset`).
-CLASS_MEANS = -1.0
+#: Whether levels are fitted: those of 1-bit codes always, those of others where the outer index has
+#: a salient channel.
+NEVER, SOMETIMES, ALWAYS = range(3)
 
 _OCTET = tl.constexpr(8)
 _EXACT_LEN = tl.constexpr(EXACT_LEN)
@@ -79,9 +81,7 @@ class Tile:
 
     def inset(self, bits: int) -> float:
         """How far from the ends of the range the first and last level of codes of ``bits`` lie, as
-        a part of the range; or :data:`CLASS_MEANS`."""
-        if self.best and bits == 1:
-            return CLASS_MEANS
+        a part of the range, if they are not fitted."""
         return INSETS.get(bits, 0.0) if self.best else 0.0
 
     @property
@@ -91,6 +91,21 @@ class Tile:
     @property
     def high_inset(self) -> float:
         return self.inset(self.high_bits)
+
+    def fitting(self, bits: int) -> int:
+        """:data:`NEVER`, :data:`SOMETIMES` or :data:`ALWAYS`."""
+        if self.by_token or not self.best or bits > MAX_BITS:
+            return NEVER
+        return ALWAYS if bits == 1 else SOMETIMES
+
+    @property
+    def low_fitting(self) -> int:
+        return self.fitting(self.low_bits)
+
+    @property
+    def high_fitting(self) -> int:
+        """Of salient channels, if these have more bits: an outer index with them has one."""
+        return NEVER if self.fitting(self.high_bits) == NEVER else ALWAYS
 
     @property
     def bits_type(self) -> tl.dtype:
@@ -139,14 +154,16 @@ def tile_octets(TILE: tl.constexpr):
 
 
 @triton.jit
-def along_lanes(ptr, TILE: tl.constexpr):
-    """``ptr``, to lanes that need not be contiguous, with the claim that keeps them along the
+def along_lanes(ptr, at, TILE: tl.constexpr):
+    """``ptr + at``, to lanes that need not be contiguous, with the claim that keeps them along the
     threads (words.py)."""
+    # a claim about an argument is lost: it belongs to the operation that makes the tensor
+    moved = ptr + at
     if TILE.parts * TILE.lanes > 1:
-        return tl.max_contiguous(ptr, (1, 1, 1, 1, 8))
+        return tl.max_contiguous(moved, (1, 1, 1, 1, 8))
     else:
         # Triton fails on claims about a tensor of one element
-        return ptr
+        return moved
 
 
 @triton.jit
@@ -231,12 +248,25 @@ def load_selectors(row_ptr, where, TILE: tl.constexpr):
 
 
 @triton.jit
+def salient_range(row_ptr, where):
+    """Salient channels before those of the outer index, and before those of the next."""
+    table_ptr = load_field(row_ptr, 5).to(tl.pointer_type(tl.int32)) + where[1]
+    return tl.load(table_ptr), tl.load(table_ptr + 1)
+
+
+@triton.jit
+def fits_ptr(row_ptr, scratch_ptr, where, TILE: tl.constexpr):
+    """To the fitted starts of a group's channels (as many as its slabs have); then come steps."""
+    place = load_field(row_ptr, 6) + where[0].to(tl.int64) * TILE.slabs
+    return scratch_ptr + place * (2 * TILE.slab)
+
+
+@triton.jit
 def high_place(row_ptr, where, TILE: tl.constexpr):
     """Address of a group's planes of high bits, and bytes of each: salient channels of the outer
     index."""
-    _, outer, group, _, octets, _, _, _ = where
-    table_ptr = load_field(row_ptr, 5).to(tl.pointer_type(tl.int32)) + outer
-    before, after = tl.load(table_ptr), tl.load(table_ptr + 1)
+    _, _, group, _, octets, _, _, _ = where
+    before, after = salient_range(row_ptr, where)
     count = after - before
     at = octets.to(tl.int64) * before + group.to(tl.int64) * TILE.octets * count
     return stream_address(row_ptr, 11) + at * TILE.extra_bits, count

@@ -11,18 +11,16 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvz.kernels.reference.pnmix_fit import fit, is_fitted
 from kvz.kernels.reference.pnmix_levels import (
     MAX_EXPONENT,
-    MEAN_UNIT,
     Grid,
     HalfGrid,
     Levels,
     PageGrid,
-    Statistics,
+    Wanted,
     inverse,
     levels,
-    mean,
-    middle,
     page_scale,
     page_start,
     part,
@@ -112,7 +110,12 @@ def encode_keys(
                 minimum, scale = to_float(pages[head, i // page_groups])
                 grid = PageGrid(minimum, scale, bits)
             elements = to_float(chunk[head, group])
-            found = levels(statistics(elements), bits, rule, grid)
+            low, high = ends(elements)
+            fitted = None
+            if rule == "best":
+                chosen = is_fitted(bits, salient[head].any())
+                fitted = Wanted(*fit(elements, low, high, bits, salient[head]), chosen)
+            found = levels(low, high, bits, rule, grid, fitted)
             scales[head, i] = found.stored_start, found.stored_step
             codes[head, group] = quantize(elements, found, bits)
     return KeyStreams(
@@ -145,7 +148,7 @@ def encode_values(
                 continue
             for j, column in enumerate(columns):
                 elements = to_float(chunk[head, group, column]).T
-                found = levels(statistics(elements), np.array(bits), rule, HalfGrid())
+                found = levels(*ends(elements), np.array(bits), rule, HalfGrid())
                 scales[head, group, 0, j] = found.stored_start
                 scales[head, group, 1, j] = found.stored_step
                 codes[head, group, column] = quantize(elements, found, np.array(bits)).T
@@ -157,34 +160,23 @@ def can_be_coded(elements: U16) -> bool:
     return not ((elements >> 7 & 0xFF) >= MAX_EXPONENT).any()
 
 
-def statistics(elements: F32) -> Statistics:
-    """Of float32[tokens, channels] for each channel; zeros have no sign."""
+def ends(elements: F32) -> tuple[F32, F32]:
+    """Least and greatest of float32[tokens, channels] for each channel; zeros have no sign."""
     # adding +0 makes -0 +0
-    low, high = (x + np.float32(0) for x in (elements.min(axis=0), elements.max(axis=0)))
-    above = elements > middle(low, high)
-    # integers in float64: their sums are exact, whatever the order
-    units = np.rint(elements * np.float32(1 / MEAN_UNIT)).astype(np.float64)
-    means = [
-        mean(np.where(chosen, units, 0).sum(axis=0), chosen.sum(axis=0))
-        for chosen in (~above, above)
-    ]
-    return Statistics(low, high, means[0], means[1])
+    return elements.min(axis=0) + np.float32(0), elements.max(axis=0) + np.float32(0)
 
 
 def page_range(elements: U16) -> tuple[U16, U16]:
     """BF16 minimum and scale of each channel of a page."""
-    values = to_float(elements) + np.float32(0)
-    low, high = values.min(axis=0), values.max(axis=0)
+    low, high = ends(to_float(elements))
     return (low.view(np.uint32) >> 16).astype(np.uint16), page_scale(low, high)
 
 
 def quantize(elements: F32, found: Levels, bits: NDArray[Any]) -> U8:
     """Codes of float32[tokens, channels]."""
     last = ((1 << bits) - 1).astype(np.float32)
-    nearest = np.rint((elements - found.start) * inverse(found.step)).clip(0, last)
-    low, high = (x + np.float32(0) for x in (elements.min(axis=0), elements.max(axis=0)))
-    above = elements > middle(low, high)
-    return np.where(found.by_middle, above, nearest).astype(np.uint8)
+    nearest: F32 = np.rint((elements - found.start) * inverse(found.step))
+    return nearest.clip(0, last).astype(np.uint8)
 
 
 def decode_keys(

@@ -21,27 +21,10 @@ Bits: TypeAlias = NDArray[Any]
 MAX_EXPONENT = 142
 #: A page of a smaller range has no scale: the reciprocal of its steps could overflow.
 MIN_PAGE_SCALE = np.float32(2.0**-64)
-#: Class means come from sums of elements as multiples of this.
-MEAN_UNIT = 2.0**-28
-
-
-#: By bits of a code, how far from its ends the first and last level lie, as a part of the range:
-#: measured by attention KL. Levels in the middles of equal cells (half a cell) are best for 2 bits;
-#: with more bits what counts are the few elements at the ends.
+#: By bits of a code that is not fitted, how far from its ends the first and last level lie, as a
+#: part of the range: measured by attention KL. Levels in the middles of equal cells (half a cell)
+#: are best for 2 bits; with more bits what counts are the few elements at the ends.
 INSETS = {2: 1 / 8, 3: 1 / 32}
-
-
-class Statistics(NamedTuple):
-    """What the levels of a group and channel follow from, float32.
-
-    ``low``, ``high``: least and greatest element · ``low_mean``, ``high_mean``: means of the
-    elements up to the middle of that range, and of those above it.
-    """
-
-    low: F32
-    high: F32
-    low_mean: F32
-    high_mean: F32
 
 
 class Grid(Protocol):
@@ -57,24 +40,20 @@ class Grid(Protocol):
 
 
 class Levels(NamedTuple):
-    """Stored scales, their values, and whether codes are 1 above ``middle`` and 0 up to it."""
+    """Stored scales and their values."""
 
     stored_start: NDArray[Any]
     stored_step: NDArray[Any]
     start: F32
     step: F32
-    by_middle: Bits
 
 
-def middle(low: F32, high: F32) -> F32:
-    """Where the two classes of a 1-bit code meet."""
-    return (low + high) * np.float32(0.5)
+class Wanted(NamedTuple):
+    """Start and step where levels have been fitted (``chosen``)."""
 
-
-def mean(total: NDArray[Any], count: NDArray[Any]) -> F32:
-    """Mean of ``count`` elements whose sum is ``total`` (float64) units of :data:`MEAN_UNIT`."""
-    exact: NDArray[np.float64] = total / np.maximum(count, 1) * MEAN_UNIT
-    return exact.astype(np.float32)
+    start: F32
+    step: F32
+    chosen: NDArray[np.bool_]
 
 
 def inverse(step: F32) -> F32:
@@ -82,30 +61,29 @@ def inverse(step: F32) -> F32:
     return _divide(np.float32(1), step)
 
 
-def levels(found: Statistics, bits: Bits, rule: str, grid: Grid) -> Levels:
+def levels(
+    low: F32, high: F32, bits: Bits, rule: str, grid: Grid, fitted: Wanted | None = None
+) -> Levels:
     """Scales for codes of ``bits`` (integers, to broadcast). ``rule``: "best" or "minmax".
 
-    With "best", 1-bit codes stand for the means of the two classes, and the first and last code of
-    2 and 3 bits for what lies :data:`INSETS` of the range within its ends. Otherwise they stand for
-    the ends.
+    ``low``, ``high``: least and greatest element of each group and channel, float32. With "best",
+    levels are those ``fitted``, or the first and last code of 2 and 3 bits stand for what lies
+    :data:`INSETS` of the range within its ends. Otherwise they stand for the ends.
     """
-    bits = np.broadcast_to(bits, found.low.shape)
-    best = np.full(bits.shape, rule == "best")
-    by_middle = best & (bits == 1)
-    inset = np.where(best, np.select([bits == n for n in INSETS], [*INSETS.values()]), 0)
-    by_ends = ~by_middle & (inset == 0)
-    width = found.high - found.low
+    bits = np.broadcast_to(bits, low.shape)
+    inset = np.select([bits == n for n in INSETS], [*INSETS.values()])
+    inset = np.where(rule == "best", inset, 0)
+    width = high - low
     margin = width * inset.astype(np.float32)
-    stored_start, start = grid.start(
-        np.where(by_middle, found.low_mean, found.low + margin), by_ends
-    )  # fmt: skip
-    span = np.where(by_ends, found.high - start, width - margin * np.float32(2))
-    # without a class above the middle, its mean says nothing; a start that was rounded up can lie
-    # above it
-    difference = np.where(width == 0, np.float32(0), found.high_mean - start)
-    wanted = np.where(by_middle, difference, span / ((1 << bits) - 1).astype(np.float32))
+    last = ((1 << bits) - 1).astype(np.float32)
+    chosen: Any = np.bool_(False) if fitted is None else fitted.chosen
+    by_ends = (inset == 0) & ~chosen
+    wanted = low + margin if fitted is None else np.where(chosen, fitted.start, low + margin)
+    stored_start, start = grid.start(wanted, by_ends)
+    span = np.where(by_ends, high - start, width - margin * np.float32(2))
+    wanted = span / last if fitted is None else np.where(chosen, fitted.step, span / last)
     stored_step, step = grid.step(np.maximum(wanted, np.float32(0)), by_ends)
-    return Levels(stored_start, stored_step, start, step, by_middle)
+    return Levels(stored_start, stored_step, start, step)
 
 
 class HalfGrid:

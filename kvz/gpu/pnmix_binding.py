@@ -107,10 +107,10 @@ class PnmixBinding:
         )
 
     def scratch_nbytes(self, batch: Batch, inner: int) -> int:
-        return 0
+        return pnmix.scratch_nbytes(batch, self._coding(inner))
 
     def encode(self, batch: Batch, work: Workspace, lengths: torch.Tensor, inner: int) -> None:
-        pnmix.encode(batch, work.sizes, work.totals, lengths, self._coding(inner))
+        pnmix.encode(batch, *work, lengths, self._coding(inner))
 
     def check_payload(self, shape: Shape, payload_nbytes: int, detail: Detail) -> None:
         """The kernels compare the length with what the chunk's place in its tensor requires."""

@@ -7,8 +7,9 @@ kvz.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,37 +36,93 @@ def nearest_integer(value: float) -> int:
     return round(Fraction(value))  # halves to even
 
 
-def mean(elements: list[float]) -> float:
-    units = sum(round(Fraction(x) * 2**28) for x in elements)
-    return float(F32(units / len(elements) * 2.0**-28))
+class Levels(NamedTuple):
+    """Of one group and channel: start and step (FP16 numbers), codes."""
+
+    start: float
+    step: float
+    codes: list[int]
 
 
-def group_levels(elements: list[float], bits: int, rule: str) -> tuple[float, float, list[int]]:
-    """Start, step (FP16 numbers) and codes of one group and channel."""
-    least, most = min(elements), max(elements)
-    width = float(F32(F32(most) - F32(least)))
-    last = 2**bits - 1
-    if rule == "best" and bits == 1:
-        middle = float(F32(F32(least) + F32(most)) * F32(0.5))
-        codes = [int(x > middle) for x in elements]
-        start = half(mean([x for x in elements if x <= middle]), "nearest")
-        step = 0.0
-        if width:
-            top = mean([x for x in elements if x > middle])
-            step = half(max(0.0, float(F32(F32(top) - F32(start)))), "nearest")
-        return start, step, codes
-    if rule == "best" and bits in (2, 3):
-        margin = width / (8 if bits == 2 else 32)
-        start = half(float(F32(least) + F32(margin)), "nearest")
-        step = half(float((F32(width) - F32(2 * margin)) / F32(last)), "nearest")
-    else:
-        start = half(least, "down")
-        step = half(float(F32(F32(most) - F32(start)) / F32(last)), "up")
+def group_levels(
+    columns: list[list[float]], bits: list[int], salient: list[bool], rule: str
+) -> list[Levels]:
+    """Of each channel of a group. ``columns``: the elements of each channel."""
+    placed = [positions(column) for column in columns]
+    weights = token_weights(placed, salient)
+    found = []
+    for column, own, w in zip(columns, placed, bits, strict=True):
+        least, most = min(column), max(column)
+        width, last = F32(most) - F32(least), F32(2**w - 1)
+        if rule == "best" and (w == 1 or (w <= 4 and any(salient))):
+            z, s = F32(least), F32(0)
+            if width >= F32(2.0**-64):
+                z, s = fit(own, weights, w, (2 if any(salient) else int(w == 1)))
+                unit = width / F32(4095)
+                z, s = F32(least) + z * unit, s * unit
+            start, step = half(float(z), "nearest"), half(float(s), "nearest")
+        elif rule == "best" and w in (2, 3):
+            margin = width / F32(8 if w == 2 else 32)
+            start = half(float(F32(least) + margin), "nearest")
+            step = half(float((width - margin * F32(2)) / last), "nearest")
+        else:
+            start = half(least, "down")
+            step = half(float((F32(most) - F32(start)) / last), "up")
+        found.append(Levels(start, step, codes_of(column, start, step, w)))
+    return found
+
+
+def codes_of(column: Iterable[float], start: float, step: float, bits: int) -> list[int]:
     if step == 0:
-        return start, step, [0] * len(elements)
+        return [0 for _ in column]
     inverse = F32(1) / F32(step)
-    codes = [nearest_integer(float((F32(x) - F32(start)) * inverse)) for x in elements]
-    return start, step, [min(max(code, 0), last) for code in codes]
+    nearest = [nearest_integer(float((F32(x) - F32(start)) * inverse)) for x in column]
+    return [min(max(code, 0), 2**bits - 1) for code in nearest]
+
+
+def positions(column: list[float]) -> list[int]:
+    least = F32(min(column))
+    width = F32(max(column)) - least
+    if width < F32(2.0**-64):
+        return [0] * len(column)
+    return [nearest_integer(float((F32(x) - least) * (F32(4095) / width))) for x in column]
+
+
+def token_weights(placed: list[list[int]], salient: list[bool]) -> list[int]:
+    n = len(placed[0])
+    if not any(salient):
+        return [1] * n
+    sums = [0] * n
+    for column, chosen in zip(placed, salient, strict=True):
+        total = sum(column)
+        v = n * sum(u * u for u in column) - total**2
+        if not chosen or v == 0:
+            continue
+        for t, u in enumerate(column):
+            difference = F32(n * u - total)
+            sums[t] += nearest_integer(float(difference * difference * (F32(16) / F32(v))))
+    weights = []
+    for total in sums:
+        d = min(F32(total) / F32(16 * sum(salient)), F32(8))
+        weights.append(max(1, nearest_integer(float(d * d * d * F32(16)))))
+    return weights
+
+
+def fit(column: list[int], weights: list[int], bits: int, rounds: int) -> tuple[Any, Any]:
+    """Start and step in positions."""
+    inset = {1: Fraction(1, 4), 2: Fraction(1, 8), 3: Fraction(1, 32), 4: Fraction(1, 64)}[bits]
+    z = F32(float(4095 * inset))
+    s = F32(float(4095 * (1 - 2 * inset))) / F32(2**bits - 1)
+    for _ in range(rounds):
+        codes = codes_of(column, float(z), float(s), bits)
+        rows = list(zip(weights, codes, column, strict=True))
+        s_1, s_q, s_u = sum(weights), sum(w * q for w, q, _ in rows), sum(w * u for w, _, u in rows)
+        det = s_1 * sum(w * q * q for w, q, _ in rows) - s_q**2
+        cov = s_1 * sum(w * u * q for w, q, u in rows) - s_u * s_q
+        if det > 0 and cov > 0:
+            s = F32(cov) / F32(det)
+            z = F32(s_u) / F32(s_1) - s * (F32(s_q) / F32(s_1))
+    return z, s
 
 
 def round_to_bf16(value: float) -> int:
@@ -89,10 +146,13 @@ def decoded_keys(
             tokens = range(first, min(first + group_tokens, exact.stop))
             if any((int(b) >> 7) & 0xFF >= 142 for b in keys[head, tokens].flat):
                 continue
-            for channel in range(keys.shape[2]):
-                bits = options["high_bits"] if salient[head, channel] else options["low_bits"]
-                elements = [value_of(int(keys[head, t, channel])) for t in tokens]
-                start, step, codes = group_levels(elements, bits, options.get("levels", "best"))
+            columns = [
+                [value_of(int(keys[head, t, c])) for t in tokens] for c in range(keys.shape[2])
+            ]
+            own = [bool(x) for x in salient[head]]
+            bits = [options["high_bits"] if x else options["low_bits"] for x in own]
+            found = group_levels(columns, bits, own, options.get("levels", "best"))
+            for channel, (start, step, codes) in enumerate(found):
                 scales[head, number, channel] = start, step
                 for t, code in zip(tokens, codes, strict=True):
                     value = float(F32(start) + F32(step) * F32(code))

@@ -67,6 +67,7 @@ WINDOWS = {
     "KIVI-3": "pnmix:preset=paper,salient=0,high_bits=3,low_bits=3",
     "KIVI-4": "pnmix:preset=paper,salient=0,high_bits=4,low_bits=4",
     "H3L1 50 % (paper)": "pnmix:preset=paper",
+    "H3L1 50 %, no exact tail": "pnmix:preset=paper,tail=coded",
     "H3L1 50 %, values 2": "pnmix:preset=paper,values=2",
     "H3L1 50 %, values 4": "pnmix:preset=paper,values=4",
     "default": "pnmix",
@@ -74,6 +75,9 @@ WINDOWS = {
     "H4L2 12.5 %, values 2": "pnmix:preset=paper,high_bits=4,low_bits=2,salient=0.125,values=2",
     "H4L2 12.5 %, values 4": "pnmix:preset=paper,high_bits=4,low_bits=2,salient=0.125,values=4",
     "H4L2 37.5 %": "pnmix:preset=paper,high_bits=4,low_bits=2,salient=0.375",
+    "H4L2 37.5 %, no exact tail": (
+        "pnmix:preset=paper,high_bits=4,low_bits=2,salient=0.375,tail=coded"
+    ),
     "H4L2 37.5 %, values 2": "pnmix:preset=paper,high_bits=4,low_bits=2,salient=0.375,values=2",
     "H4L2 37.5 %, values 4": "pnmix:preset=paper,high_bits=4,low_bits=2,salient=0.375,values=4",
     "H4L2 62.5 %": "pnmix:preset=paper,high_bits=4,low_bits=2,salient=0.625",

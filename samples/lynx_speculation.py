@@ -1,11 +1,11 @@
 """How good the anchors of a lynx archive are as a draft, on SmolLM2 and 96 prompts.
 
-For each prompt: prefill in bfloat16 (or, with --prefill float32, in float32, and round the cache
-to BF16) and compress the cache with lynx. Then, in each dtype asked
-for (float32: the same weights widened, cache values widened from BF16): greedy text of 64 tokens
-on the whole archive, token by token; the same 64 tokens fed to the anchors, the whole archive and
-the uncompressed cache (teacher-forced) and their next-token distributions compared; 64 tokens
-speculated. Stop tokens are ignored. Of 64 drafts the first follows from logits in the file.
+For each prompt: prefill in bfloat16 (or, with --prefill float32, in float32, and round the cache to
+BF16) and compress the cache with lynx. Then, in each dtype asked for (float32: the same weights
+widened, cache values widened from BF16): greedy text of 64 tokens on the whole archive, token by
+token; the same 64 tokens fed to the anchors, the whole archive and the uncompressed cache
+(teacher-forced) and their next-token distributions compared; 64 tokens speculated. Stop tokens are
+ignored. Of 64 drafts the first follows from logits in the file.
 
 Results go to a JSON file, prompt by prompt; a run that was stopped goes on where it was.
 """
@@ -209,7 +209,7 @@ def main() -> None:
     }
     if arguments.output.exists():
         earlier = json.loads(arguments.output.read_text())
-        if any(earlier[name] != results[name] for name in ("prefill", "codec_options")):
+        if any(earlier.get(name) != results[name] for name in ("prefill", "codec_options")):
             parser.error(f"{arguments.output} holds results of other options")
         results["prompts"] = earlier["prompts"]
     run(arguments, results)

@@ -4,7 +4,7 @@ The pieces are of the texts in `prompts.py`, cut at fixed places: the same on ev
 the same Python. Chat prompts end where the model is to answer, in its own chat format.
 
 The first eight of each kind were measured before the others were chosen (their mean number of
-accepted drafts was too uncertain: standard error 3.4). The others follow a rule, so that nobody
+accepted drafts was too uncertain: standard error 3.0). The others follow a rule, so that nobody
 chose them by their result: docs and code at equal distances, every topic or module of a list.
 """
 

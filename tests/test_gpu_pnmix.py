@@ -13,7 +13,13 @@ import sample_capture
 from cases import U8, U16
 from cli_support import bf16, write_cache
 from gpu_support import DEVICE, INTERPRETED, MARKS, real_gpu_only
-from pnmix_reference import Config, Mask, ReferenceChunk, reference_chunk
+from pnmix_reference import (
+    Config,
+    Mask,
+    ReferenceChunk,
+    reference_chunk,
+    start_below_fp16,
+)
 
 import kvz
 from kvz.codecs.pnmix import PnmixCodec
@@ -259,9 +265,8 @@ def awkward(content: str, shape: Shape) -> U16:
         bits[:] = bits[:, :1]
     elif content == "subnormals":
         bits[:] = rng.integers(0, 128, shape) | rng.integers(0, 2, shape) << 15
-    elif content == "around 2^-28":
-        bits[:] = rng.integers(95, 110, shape) << 7 | rng.integers(0, 128, shape)
-        bits |= (rng.integers(0, 2, shape) << 15).astype(np.uint16)
+    elif content == "around 2^-64 in every other channel":
+        bits[:, :, ::2] = rng.integers(55, 70, bits[:, :, ::2].shape) << 7
     elif content == "every ninth token apart":
         # the greatest weights, and as many of them as there can be
         bits[:] = 0
@@ -283,7 +288,7 @@ CONTENTS = [
     "zeros of both signs",
     "constant channels",
     "subnormals",
-    "around 2^-28",
+    "around 2^-64 in every other channel",
     "every ninth token apart",
     "halves of codes",
     "random bits",
@@ -294,6 +299,11 @@ CONTENTS = [
 @pytest.mark.parametrize("name", ["H3L1", "H3L1 by pages", "values of 2 bits"])
 def test_awkward_elements_are_coded_as_by_the_reference(name: str, content: str) -> None:
     check_parity(awkward(content, (2, 56, 16)), CONFIGS[name])
+
+
+def test_start_that_a_fit_puts_below_fp16_is_limited() -> None:
+    config = KeyConfig(pairing="none", group_tokens=16, **OPEN)
+    check_parity(start_below_fp16(), config, np.ones((1, 20), bool))
 
 
 @real_gpu_only
@@ -309,7 +319,7 @@ def test_many_awkward_elements_are_coded_as_by_the_reference(config: Config, con
 def test_the_fast_paths_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ptx_emulation.emulate(monkeypatch)
     monkeypatch.setattr("kvz.kernels.gpu.pnmix.compiles", lambda kernel: True)
-    for content in ("NaN and infinities", "zeros of both signs", "around 2^-28"):
+    for content in ("NaN and infinities", "zeros of both signs", "every ninth token apart"):
         check_parity(awkward(content, (2, 56, 12)), CONFIGS[name])
 
 

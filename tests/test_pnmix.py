@@ -15,6 +15,7 @@ from guarded import guarded, guarded_empty
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from pnmix_reference import start_below_fp16
 
 import kvz
 from kvz.archive import Archive
@@ -133,6 +134,8 @@ def check_keys(config: KeyConfig, chunk: U16, salient: Mask, start: int = 0, aft
     expected[:, first:last] = reference.decode_keys(streams, salient, widths, last - first, **sizes)
     decoded = decode(codec, payload, prepared, chunk.shape, start)
     assert np.array_equal(decoded, expected)
+    if np.isfinite(reference.to_float(chunk)).all():
+        assert np.isfinite(reference.to_float(decoded)).all()
     return decoded
 
 
@@ -213,6 +216,16 @@ def test_hard_keys_are_coded_as_the_reference_does(config: KeyConfig, name: str,
     chunk = {**hard_chunks(), **cases.awkward_chunks()}[name].astype(np.uint16)
     for seed in range(3):
         check_keys(config, chunk, some_salient(chunk.shape, seed))
+
+
+def test_start_that_a_fit_puts_below_fp16_is_limited(path: str) -> None:
+    config = KeyConfig(pairing="none", group_tokens=16, **OPEN)
+    chunk, salient = start_below_fp16(), np.ones((1, 20), bool)
+    elements = reference.to_float(chunk)[0]
+    streams = reference.encode_keys(chunk, salient, reference.Widths(3, 1), group_tokens=16)
+    assert streams.scales[0, 0, 0, 0] == 0xFBFF  # -65504
+    decoded = reference.to_float(check_keys(config, chunk, salient))[0]
+    assert np.abs(decoded - elements).max() <= np.ptp(elements[:, 0]) / 2
 
 
 @pytest.mark.parametrize("num_far", [1, 60, 102, 512])
@@ -377,6 +390,7 @@ def test_levels_and_codes_are_those_of_the_oracle(options: dict[str, Any], name:
     tokens, sinks = keys.shape[1], 3
     config = KeyConfig(pairing="none", sink_tokens=sinks, **options)
     codec, salient = PnmixCodec(config), some_salient(keys.shape, 0)
+    salient[0] = False
     prepared = Prepared(tokens, salient)
     payload = encode(codec, keys, prepared, 0)
     decoded = decode(codec, payload, prepared, keys.shape, 0)

@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from kvz.kernels.cpu.floats import bf16_to_float
 from kvz.kernels.cpu.pnmix_loops import fill
 from kvz.kernels.reference import pnmix_fit as reference
-from kvz.kernels.reference.pnmix_fit import MAX_DISTANCE, MIN_WIDTH, ROUNDS, SCALE, UNITS
+from kvz.kernels.reference.pnmix_fit import (
+    MAX_DISTANCE,
+    MIN_START,
+    MIN_WIDTH,
+    ROUNDS,
+    SCALE,
+    UNITS,
+)
 from kvz.kernels.reference.pnmix_levels import Wanted
 
 F32 = NDArray[np.float32]
@@ -144,7 +151,7 @@ def _to_values(channels, low, high, start, step, fit_start, fit_step):
         width = high[c] - low[c]
         unit = width / _UNITS
         usable = width >= MIN_WIDTH
-        fit_start[c] = low[c] + start[c] * unit if usable else low[c]
+        fit_start[c] = max(low[c] + start[c] * unit, MIN_START) if usable else low[c]
         fit_step[c] = step[c] * unit if usable else float32(0)
 
 

@@ -15,7 +15,7 @@ from kvz.kernels.gpu.pnmix_levels import ROUND
 from kvz.kernels.gpu.pnmix_tiles import Tile
 from kvz.kernels.reference.pnmix_fit import MAX_BITS, first_levels
 
-#: Elements of a block: those of a program of eight warps, 64 a thread.
+#: Elements of a block: those of a program of four warps, 128 a thread.
 MAX_BLOCK = 1 << 14
 #: Bits of ROUND.
 BIAS = tl.constexpr(0x4B400000)

@@ -2,7 +2,7 @@
 
 ``encode_kernel`` encodes as if no group had to be stored as it is; ``finish_kernel``
 (pnmix_finish.py) counts those that have to; ``raw_kernel`` encodes these, and the rest of their
-pages, again.
+pages, again. Where levels are fitted, ``fit_kernel`` (pnmix_fit.py) must have run before.
 """
 
 # mypy: disable-error-code="assignment,misc"

@@ -36,7 +36,14 @@ from kvz.kernels.gpu.pnmix_tiles import (
     tensor_ptr,
 )
 from kvz.kernels.gpu.words import NUM_FIELDS, load_field
-from kvz.kernels.reference.pnmix_fit import MAX_DISTANCE, MIN_WIDTH, ROUNDS, SCALE, UNITS
+from kvz.kernels.reference.pnmix_fit import (
+    MAX_DISTANCE,
+    MIN_START,
+    MIN_WIDTH,
+    ROUNDS,
+    SCALE,
+    UNITS,
+)
 
 #: Above the mean weight of a group: distances are 1 on average, 1/32 more when rounded, and a
 #: weight is at most 16 * 8**2 times its token's distance, or 1 more.
@@ -44,6 +51,7 @@ MEAN_WEIGHT = 1058
 
 _UNITS = tl.constexpr(UNITS)
 _MIN_WIDTH = tl.constexpr(float(MIN_WIDTH))
+_MIN_START = tl.constexpr(float(MIN_START))
 _SCALE = tl.constexpr(float(SCALE))
 _MAX_DISTANCE = tl.constexpr(float(MAX_DISTANCE))
 _ROUNDS = tl.constexpr(ROUNDS)
@@ -183,7 +191,7 @@ def _store(ptr, first, low, width, start, step, BLOCK: tl.constexpr, TILE: tl.co
     channel = first + tl.arange(0, BLOCK.channels)
     usable = width >= _MIN_WIDTH
     unit = tl.div_rn(width, float(_UNITS))
-    start = tl.where(usable, low + start * unit, low)
+    start = tl.where(usable, tl.maximum(low + start * unit, _MIN_START), low)
     step = tl.where(usable, step * unit, 0.0)
     tl.store(ptr + channel, start, mask=channel < TILE.inner)
     tl.store(ptr + TILE.slabs * TILE.slab + channel, step, mask=channel < TILE.inner)

@@ -40,8 +40,8 @@ class Tile:
 
     ``inner``: channels of a token · ``by_token``: values, whose scales are those of a token and
     slab · ``low_bits``, ``high_bits``: of a code · ``group``: tokens · ``page_groups``: groups of a
-    page, 0 with FP16 scales · ``best``: levels by the number of bits · ``fast``: NVIDIA's
-    instructions for pairs of BF16 and for bytes, which Triton's interpreter lacks.
+    page, 0 with FP16 scales · ``best``: levels that are fitted, or within the ends · ``fast``:
+    NVIDIA's instructions for pairs of BF16 and for bytes, which Triton's interpreter lacks.
     """
 
     inner: int

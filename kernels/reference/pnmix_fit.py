@@ -22,6 +22,8 @@ Bits: TypeAlias = NDArray[Any]
 UNITS = 4095
 #: A smaller range is a constant.
 MIN_WIDTH = np.float32(2.0**-64)
+#: A start is not less: FP16 ends here, and a fitted line can leave the range of the elements.
+MIN_START = np.float32(-65504)
 #: Codes of more bits are not fitted: their levels are close enough to any element.
 MAX_BITS = 4
 #: By bits, how far from its ends the first and last level lie at first, as a part of the range.
@@ -71,7 +73,8 @@ def fit(elements: F32, low: F32, high: F32, bits: Bits, salient: NDArray[np.bool
         )
     unit = width / np.float32(UNITS)
     return Fit(
-        np.where(usable, low + start * unit, low), np.where(usable, step * unit, np.float32(0))
+        np.where(usable, np.maximum(low + start * unit, MIN_START), low),
+        np.where(usable, step * unit, np.float32(0)),
     )
 
 

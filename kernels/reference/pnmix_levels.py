@@ -17,7 +17,7 @@ F32: TypeAlias = NDArray[Any]
 Bits: TypeAlias = NDArray[Any]
 
 #: From this magnitude on (and for infinities and NaN) a group is stored as it is: the range of all
-#: smaller ones fits FP16.
+#: smaller ones fits FP16. (So do fitted levels: pnmix_fit.MIN_START.)
 MAX_EXPONENT = 142
 #: A page of a smaller range has no scale: the reciprocal of its steps could overflow.
 MIN_PAGE_SCALE = np.float32(2.0**-64)
@@ -91,7 +91,9 @@ class HalfGrid:
 
     def start(self, value: F32, down: Bits) -> tuple[NDArray[Any], F32]:
         nearest = value.astype(np.float16)
-        lower = np.nextafter(nearest, np.float16(-np.inf))
+        # what lies below the least number is not wanted
+        with np.errstate(over="ignore"):
+            lower = np.nextafter(nearest, np.float16(-np.inf))
         return self._stored(np.where(down & (nearest > value), lower, nearest))
 
     def step(self, value: F32, up: Bits) -> tuple[NDArray[Any], F32]:

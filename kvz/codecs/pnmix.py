@@ -35,7 +35,7 @@ _SCALES = ("fp16", "page")
 _PAGE_TOKENS = 1024
 _MAX_GROUP_CHANNELS = 64
 _PRESETS: dict[str, dict[str, Any]] = {
-    # least attention KL at about 2.3 bits, on every capture that was measured
+    # least attention KL at about 2.3 bits on SmolLM2's captures; on Gemma qk_norm is 1 % better
     "default": {
         "group_tokens": 64,
         "scales": "page",

@@ -59,7 +59,7 @@ def group_levels(
             if width >= F32(2.0**-64):
                 z, s = fit(own, weights, w, (2 if any(salient) else int(w == 1)))
                 unit = width / F32(4095)
-                z, s = F32(least) + z * unit, s * unit
+                z, s = max(F32(least) + z * unit, F32(-65504)), s * unit
             start, step = half(float(z), "nearest"), half(float(s), "nearest")
         elif rule == "best" and w in (2, 3):
             margin = width / F32(8 if w == 2 else 32)

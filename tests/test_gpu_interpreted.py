@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_support import assert_refused, environment, kvz, small_cache, write_cache
@@ -15,13 +18,8 @@ ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 800
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize(
-    "module",
-    ["test_gpu_codecs", "test_gpu_files", "test_gpu_bench", "test_gpu_lynx", "test_gpu_pnmix"],
-)
-def test_gpu_tests_pass_in_the_interpreter(module: str) -> None:
-    result = subprocess.run(
+def interpret(module: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{module}.py"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
@@ -30,6 +28,29 @@ def test_gpu_tests_pass_in_the_interpreter(module: str) -> None:
         timeout=TIMEOUT_S,
         check=False,
     )
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Any]]]:
+    """The modules that were asked for, as many at a time as there are processors."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    chosen = [
+        item.callspec.params["module"]
+        for item in items
+        if item.originalname == test_gpu_tests_pass_in_the_interpreter.__name__
+    ]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        yield {module: pool.submit(interpret, module) for module in chosen}
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize(
+    "module",
+    # the longest first
+    ["test_gpu_pnmix", "test_gpu_codecs", "test_gpu_lynx", "test_gpu_files", "test_gpu_bench"],
+)
+def test_gpu_tests_pass_in_the_interpreter(module: str, runs: dict[str, Future[Any]]) -> None:
+    result = runs[module].result()
     assert result.returncode == 0, result.stdout[-6000:]
     assert " passed" in result.stdout
 

@@ -110,12 +110,7 @@ def encode_keys(
                 minimum, scale = to_float(pages[head, i // page_groups])
                 grid = PageGrid(minimum, scale, bits)
             elements = to_float(chunk[head, group])
-            low, high = ends(elements)
-            fitted = None
-            if rule == "best":
-                chosen = is_fitted(bits, salient[head].any())
-                fitted = Wanted(*fit(elements, low, high, bits, salient[head]), chosen)
-            found = levels(low, high, bits, rule, grid, fitted)
+            found = _key_levels(elements, bits, salient[head], rule, grid)
             scales[head, i] = found.stored_start, found.stored_step
             codes[head, group] = quantize(elements, found, bits)
     return KeyStreams(
@@ -126,6 +121,18 @@ def encode_keys(
         _pack_high(codes >> widths.low, salient, widths, group_tokens),
         np.concatenate(raw),
     )
+
+
+def _key_levels(
+    elements: F32, bits: NDArray[Any], salient: NDArray[np.bool_], rule: str, grid: Grid
+) -> Levels:
+    """Of a group, float32[tokens, channels]."""
+    low, high = ends(elements)
+    fitted = None
+    if rule == "best":
+        chosen = is_fitted(bits, salient.any())
+        fitted = Wanted(*fit(elements, low, high, bits, salient), chosen)
+    return levels(low, high, bits, rule, grid, fitted)
 
 
 def encode_values(

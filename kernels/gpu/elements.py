@@ -8,9 +8,11 @@ import triton.language as tl
 from kvz.kernels.gpu.words import permute
 
 #: 2**23: its low bits, or-ed with a byte, add the byte.
-_BYTE = tl.constexpr(8388608.0)
+BYTE = tl.constexpr(8388608.0)
 _BYTE_BITS = tl.constexpr(0x4B000000)
 _NAN = tl.constexpr(0x7FC0)
+#: Of BF16 bits without a sign.
+LARGEST = tl.constexpr(0x7FFF)
 
 
 @triton.jit
@@ -65,13 +67,18 @@ def set_byte(packed, value, k: tl.constexpr, PERMUTE: tl.constexpr):
 
 
 @triton.jit
+def biased_byte(packed, k: tl.constexpr, PERMUTE: tl.constexpr):
+    """Byte ``k`` of a uint32, plus ``BYTE``, as float32."""
+    if PERMUTE:
+        return permute(packed, _BYTE_BITS, 0x7440 + k).to(tl.float32, bitcast=True)
+    else:
+        return (((packed >> 8 * k) & 0xFF) | _BYTE_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def byte_float(packed, k: tl.constexpr, PERMUTE: tl.constexpr):
     """Byte ``k`` of a uint32 as float32."""
-    if PERMUTE:
-        return permute(packed, _BYTE_BITS, 0x7440 + k).to(tl.float32, bitcast=True) - _BYTE
-    else:
-        bits = ((packed >> 8 * k) & 0xFF) | _BYTE_BITS
-        return bits.to(tl.float32, bitcast=True) - _BYTE
+    return biased_byte(packed, k, PERMUTE) - BYTE
 
 
 @triton.jit
@@ -99,3 +106,26 @@ def round_bits(value):
 def half_float(bits):
     """FP16 bits (the low half of an integer) as float32."""
     return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def least_pair(a, b):
+    """Of BF16 pairs; -0 below +0, NaN if there is one. Not in Triton's interpreter."""
+    return tl.inline_asm_elementwise(
+        "min.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def order_bits(bits):
+    """BF16 bits as integers (int32) in the order of their values, -0 below +0."""
+    bits = bits.to(tl.int32)
+    return tl.where(bits > LARGEST, LARGEST - bits, bits)
+
+
+@triton.jit
+def split4(joined):
+    pairs = tl.split(joined)
+    a, b = tl.split(pairs[0])
+    c, d = tl.split(pairs[1])
+    return a, b, c, d

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvz.kernels.gpu.lynx_pages import element_float, set_byte
+from kvz.kernels.gpu.elements import element_float, set_byte
 from kvz.kernels.gpu.words import load_field
 
 #: 1.5 * 2**23: adding it rounds to an integer, to even, and leaves that in the low bits.

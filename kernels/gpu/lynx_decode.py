@@ -12,9 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvz.kernels.gpu.elements import element
 from kvz.kernels.gpu.lynx_pages import (
     align_residual,
-    element,
     find_axes,
     find_page,
     payload_ptr,

@@ -15,21 +15,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvz.kernels.gpu.elements import element_float, join_elements, set_byte, to_float
 from kvz.kernels.gpu.lynx_codes import byte_codes
 from kvz.kernels.gpu.lynx_pages import (
     align_residual,
-    element_float,
     find_axes,
     find_page,
     first_of_group,
-    join_elements,
     payload_ptr,
-    set_byte,
     tensor_offset,
     tensor_ptr,
     tile_group,
     tile_positions,
-    to_float,
 )
 from kvz.kernels.gpu.lynx_ranges import (
     companded_group,

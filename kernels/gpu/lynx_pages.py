@@ -1,4 +1,4 @@
-"""What Lynx's encoder and decoder share: where a page lies, and its elements as floats.
+"""What Lynx's encoder and decoder share: where a page lies.
 
 Widths and offsets are in lanes (see :class:`Tile`). Fields of the chunks' rows:
 kernels/gpu/lynx.py.
@@ -13,11 +13,8 @@ from dataclasses import dataclass, replace
 import triton
 import triton.language as tl
 
-from kvz.kernels.gpu.words import load_field, permute
+from kvz.kernels.gpu.words import load_field
 
-#: 2**23: its lowest bits, where they are set to a byte, add that.
-BYTE = tl.constexpr(8388608.0)
-_BYTE_BITS = tl.constexpr(0x4B000000)
 _RESIDUAL_ALIGNMENT = tl.constexpr(64)
 
 
@@ -156,60 +153,3 @@ def payload_ptr(row_ptr, field: tl.constexpr, WIDE: tl.constexpr, TILE: tl.const
 @triton.jit
 def align_residual(nbytes):
     return (nbytes + _RESIDUAL_ALIGNMENT - 1) // _RESIDUAL_ALIGNMENT * _RESIDUAL_ALIGNMENT
-
-
-@triton.jit
-def element(word, k: tl.constexpr, UNIT: tl.constexpr):
-    """The bits of a lane's element, uint32."""
-    if UNIT == 1:
-        return word.to(tl.uint32)
-    else:
-        pair = (word >> (32 * (k // 2))).to(tl.uint32)
-        return pair >> 16 if k % 2 else pair & 0xFFFF
-
-
-@triton.jit
-def to_float(bits):
-    """BF16 bits as float32."""
-    return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def element_float(word, k: tl.constexpr, UNIT: tl.constexpr):
-    """A lane's element as float32."""
-    if UNIT == 1:
-        return to_float(word)
-    else:
-        pair = (word >> (32 * (k // 2))).to(tl.uint32)
-        bits = pair & 0xFFFF0000 if k % 2 else pair << 16
-        return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def join_elements(bits, UNIT: tl.constexpr):
-    """A lane from its elements' bits (uint32 below 2**16)."""
-    if UNIT == 1:
-        return bits[0].to(tl.uint16)
-    else:
-        first, last = bits[0] | bits[1] << 16, bits[2] | bits[3] << 16
-        return first.to(tl.uint64) | last.to(tl.uint64) << 32
-
-
-@triton.jit
-def set_byte(packed, value, k: tl.constexpr, PERMUTE: tl.constexpr):
-    """``packed`` (uint32), whose bytes from ``k`` on are zero, with the lowest one of ``value``."""
-    if k == 0:
-        return value & 0xFF
-    elif PERMUTE:
-        return permute(packed, value, 0x3210 + ((4 - k) << 4 * k))
-    else:
-        return packed | (value & 0xFF) << 8 * k
-
-
-@triton.jit
-def biased_byte(packed, k: tl.constexpr, PERMUTE: tl.constexpr):
-    """Byte ``k`` of a uint32, plus ``BYTE``, as float32."""
-    if PERMUTE:
-        return permute(packed, _BYTE_BITS, 0x7440 + k).to(tl.float32, bitcast=True)
-    else:
-        return (((packed >> 8 * k) & 0xFF) | _BYTE_BITS).to(tl.float32, bitcast=True)

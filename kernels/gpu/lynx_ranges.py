@@ -14,22 +14,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvz.kernels.gpu.lynx_pages import element, to_float
+from kvz.kernels.gpu.elements import (
+    LARGEST,
+    element,
+    least_pair,
+    order_bits,
+    split4,
+    to_float,
+)
 
 #: Magnitudes from 2**126 on.
 _BEYOND = tl.constexpr(253 << 7)
 #: BF16 bits of 2**-96.
 _MIN_SCALE_BITS = tl.constexpr((127 - 96) << 7)
 _SIGNS = tl.constexpr(0x80008000)
-_LARGEST = tl.constexpr(0x7FFF)
-
-
-@triton.jit
-def _least(a, b):
-    """Of BF16 pairs; -0 below +0, NaN if there is one."""
-    return tl.inline_asm_elementwise(
-        "min.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1
-    )
 
 
 @triton.jit
@@ -40,23 +38,8 @@ def _greatest(a, b):
 
 
 @triton.jit
-def _ordered(bits):
-    """BF16 bits as integers (int32) in the order of their values, -0 below +0."""
-    bits = bits.to(tl.int32)
-    return tl.where(bits > _LARGEST, _LARGEST - bits, bits)
-
-
-@triton.jit
 def _join4(a, b, c, d):
     return tl.join(tl.join(a, b), tl.join(c, d))
-
-
-@triton.jit
-def _split4(joined):
-    pairs = tl.split(joined)
-    a, b = tl.split(pairs[0])
-    c, d = tl.split(pairs[1])
-    return a, b, c, d
 
 
 @triton.jit
@@ -68,12 +51,12 @@ def _join_elements(words, TILE: tl.constexpr):
         first, last = lower.to(tl.uint32), (lower >> 32).to(tl.uint32)
         return _join4(first, last, upper.to(tl.uint32), (upper >> 32).to(tl.uint32))
     elif UNIT == 1:
-        return tl.join(_ordered(element(lower, 0, 1)), _ordered(element(upper, 0, 1)))
+        return tl.join(order_bits(element(lower, 0, 1)), order_bits(element(upper, 0, 1)))
     else:
         parts = ()
         for side in tl.static_range(2):
             for k in tl.static_range(UNIT):
-                parts = parts + (_ordered(element(words[side], k, UNIT)),)
+                parts = parts + (order_bits(element(words[side], k, UNIT)),)
         joined = _join4(parts[0], parts[1], parts[2], parts[3])
         return tl.join(joined, _join4(parts[4], parts[5], parts[6], parts[7]))
 
@@ -83,9 +66,9 @@ def group_range(words, TILE: tl.constexpr):
     """For each group ``[1, groups, 1, lanes, ...]``: least and greatest values, joined."""
     joined = _join_elements(words, TILE)
     if TILE.fast:
-        least = tl.reduce(joined, 2, _least, keep_dims=True)
+        least = tl.reduce(joined, 2, least_pair, keep_dims=True)
         greatest = tl.reduce(joined, 2, _greatest, keep_dims=True)
-        return tl.reduce(tl.join(least, greatest ^ _SIGNS), 0, _least, keep_dims=True)
+        return tl.reduce(tl.join(least, greatest ^ _SIGNS), 0, least_pair, keep_dims=True)
     else:
         least = tl.min(joined, axis=2, keep_dims=True)
         greatest = tl.max(joined, axis=2, keep_dims=True)
@@ -96,14 +79,14 @@ def group_range(words, TILE: tl.constexpr):
 def page_range(groups, TILE: tl.constexpr):
     """The range ``[1, 1, 1, lanes, ...]`` of all ``groups``."""
     if TILE.fast:
-        return tl.reduce(groups, 1, _least, keep_dims=True)
+        return tl.reduce(groups, 1, least_pair, keep_dims=True)
     else:
         return tl.min(groups, axis=1, keep_dims=True)
 
 
 @triton.jit
 def merge_ranges(a, b, TILE: tl.constexpr):
-    return _least(a, b) if TILE.fast else tl.minimum(a, b)
+    return least_pair(a, b) if TILE.fast else tl.minimum(a, b)
 
 
 @triton.jit
@@ -111,12 +94,12 @@ def split_range(joined, TILE: tl.constexpr):
     """The least values, those of lower channels first, and then the greatest ones."""
     least, greatest = tl.split(joined)
     if TILE.fast:
-        return _split4(least) + _split4(greatest)
+        return split4(least) + split4(greatest)
     elif TILE.unit == 1:
         return tl.split(least) + tl.split(greatest)
     else:
         low, high = tl.split(least), tl.split(greatest)
-        return _split4(low[0]) + _split4(low[1]) + _split4(high[0]) + _split4(high[1])
+        return split4(low[0]) + split4(low[1]) + split4(high[0]) + split4(high[1])
 
 
 @triton.jit
@@ -127,8 +110,8 @@ def limits(ranges, c: tl.constexpr, TILE: tl.constexpr):
         return (low >> 16 * (c % 2)) & 0xFFFF, (high >> 16 * (c % 2)) & 0xFFFF
     else:
         low, high = ranges[c], ~ranges[2 * TILE.unit + c]
-        low = tl.where(low < 0, _LARGEST - low, low)
-        return low.to(tl.uint32), tl.where(high < 0, _LARGEST - high, high).to(tl.uint32)
+        low = tl.where(low < 0, LARGEST - low, low)
+        return low.to(tl.uint32), tl.where(high < 0, LARGEST - high, high).to(tl.uint32)
 
 
 @triton.jit
@@ -151,7 +134,7 @@ def page_scale(low, high, FAST: tl.constexpr):
     spread = (to_float(high) - minimum) * (65536 / 65025)
     scale = (spread.to(tl.uint32, bitcast=True) + 0xFFFF) >> 16
     reciprocal = _reciprocal(to_float(scale) * (1 / 65536), FAST)
-    beyond = tl.maximum(low & _LARGEST, high & _LARGEST) >= _BEYOND
+    beyond = tl.maximum(low & LARGEST, high & LARGEST) >= _BEYOND
     beyond |= (scale != 0) & (scale < _MIN_SCALE_BITS)
     return scale, minimum, reciprocal, beyond
 

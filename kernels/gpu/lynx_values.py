@@ -8,31 +8,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvz.kernels.gpu.lynx_pages import BYTE, biased_byte, element, join_elements, to_float
+from kvz.kernels.gpu.elements import (
+    BYTE,
+    biased_byte,
+    element,
+    join_elements,
+    round_bits,
+    round_pair,
+    to_float,
+)
 from kvz.kernels.gpu.words import permute
-
-_NAN = tl.constexpr(0x7FC0)
-
-
-@triton.jit
-def _round_pair(first, second):
-    """Two float32 rounded to BF16, in one uint32; not for NaN."""
-    return tl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $1, $2;",
-        "=r,f,f",
-        [second, first],
-        dtype=tl.uint32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _round(value):
-    """BF16 bits of a float32, to nearest even; the same for every NaN."""
-    bits = value.to(tl.uint32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where(value != value, _NAN, rounded)
 
 
 @triton.jit
@@ -40,12 +25,12 @@ def join_rounded(values, TILE: tl.constexpr):
     """A lane from its elements as float32, none of them NaN."""
     UNIT: tl.constexpr = TILE.unit
     if TILE.fast:
-        first, last = _round_pair(values[0], values[1]), _round_pair(values[2], values[3])
+        first, last = round_pair(values[0], values[1]), round_pair(values[2], values[3])
         return first.to(tl.uint64) | last.to(tl.uint64) << 32
     else:
         bits = ()
         for k in tl.static_range(UNIT):
-            bits = bits + (_round(values[k]),)
+            bits = bits + (round_bits(values[k]),)
         return join_elements(bits, UNIT)
 
 
@@ -128,5 +113,5 @@ def join_careful(values, page, TILE: tl.constexpr):
     bits = ()
     for k in tl.static_range(UNIT):
         constant = element(page[1], k, UNIT) == 0
-        bits = bits + (tl.where(constant, element(page[0], k, UNIT), _round(values[k])),)
+        bits = bits + (tl.where(constant, element(page[0], k, UNIT), round_bits(values[k])),)
     return join_elements(bits, UNIT)

@@ -13,10 +13,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvz.kernels.gpu.elements import element, to_float
+from kvz.kernels.gpu.elements import (
+    LARGEST,
+    element,
+    least_pair,
+    order_bits,
+    split4,
+    to_float,
+)
 
 _SIGNS = tl.constexpr(0x80008000)
-_LARGEST = tl.constexpr(0x7FFF)
 #: Positive infinity, twice.
 _NOTHING = tl.constexpr(0x7F807F80)
 #: BF16 bits of 2**15, from which on elements are not coded.
@@ -24,23 +30,8 @@ _BEYOND = tl.constexpr(142 << 7)
 
 
 @triton.jit
-def _least_pair(a, b):
-    """Of BF16 pairs; -0 below +0, NaN if there is one."""
-    return tl.inline_asm_elementwise(
-        "min.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _ordered(bits):
-    """BF16 bits as integers (int32) in the order of their values, -0 below +0."""
-    bits = bits.to(tl.int32)
-    return tl.where(bits > _LARGEST, _LARGEST - bits, bits)
-
-
-@triton.jit
 def _bits(ordered):
-    return tl.where(ordered < 0, _LARGEST - ordered, ordered).to(tl.uint32)
+    return tl.where(ordered < 0, LARGEST - ordered, ordered).to(tl.uint32)
 
 
 @triton.jit
@@ -54,7 +45,7 @@ def range_of(word, TILE: tl.constexpr):
             least, greatest = least + (value,), greatest + (value ^ _SIGNS,)
     else:
         for k in tl.static_range(UNIT):
-            value = _ordered(element(word, k, UNIT))
+            value = order_bits(element(word, k, UNIT))
             least, greatest = least + (value,), greatest + (~value,)
     return least + greatest
 
@@ -64,7 +55,7 @@ def merge(a, b, TILE: tl.constexpr):
     COUNT: tl.constexpr = 4 if TILE.fast else 2 * TILE.unit
     merged = ()
     for i in tl.static_range(COUNT):
-        least = _least_pair(a[i], b[i]) if TILE.fast else tl.minimum(a[i], b[i])
+        least = least_pair(a[i], b[i]) if TILE.fast else tl.minimum(a[i], b[i])
         merged = merged + (least,)
     return merged
 
@@ -84,19 +75,11 @@ def no_range(lane, TILE: tl.constexpr):
     """Of no element of ``lane``."""
     COUNT: tl.constexpr = 4 if TILE.fast else 2 * TILE.unit
     zero = tl.zeros_like(lane)
-    nothing = (zero + _NOTHING).to(tl.uint32) if TILE.fast else zero + _LARGEST
+    nothing = (zero + _NOTHING).to(tl.uint32) if TILE.fast else zero + LARGEST
     ranges = ()
     for _ in tl.static_range(COUNT):
         ranges = ranges + (nothing,)
     return ranges
-
-
-@triton.jit
-def _split4(joined):
-    pairs = tl.split(joined)
-    a, b = tl.split(pairs[0])
-    c, d = tl.split(pairs[1])
-    return a, b, c, d
 
 
 @triton.jit
@@ -105,9 +88,9 @@ def group_range(words, TILE: tl.constexpr):
     ranges = range_of(words, TILE)
     if TILE.fast:
         joined = tl.join(tl.join(ranges[0], ranges[1]), tl.join(ranges[2], ranges[3]))
-        joined = tl.reduce(joined, 3, _least_pair, keep_dims=True)
-        joined = tl.reduce(joined, 2, _least_pair, keep_dims=True)
-        return _split4(tl.reduce(joined, 0, _least_pair, keep_dims=True))
+        joined = tl.reduce(joined, 3, least_pair, keep_dims=True)
+        joined = tl.reduce(joined, 2, least_pair, keep_dims=True)
+        return split4(tl.reduce(joined, 0, least_pair, keep_dims=True))
     else:
         COUNT: tl.constexpr = 2 * TILE.unit
         reduced = ()
@@ -132,10 +115,10 @@ def token_limits(words, TILE: tl.constexpr):
     """Bits (uint32) of the least and the greatest element of tokens, ``[rows, 1, steps, 8, 1]``."""
     ranges = range_of(words, TILE)
     if TILE.fast:
-        joined = tl.join(_least_pair(ranges[0], ranges[1]), _least_pair(ranges[2], ranges[3]))
-        joined = tl.reduce(joined, 4, _least_pair, keep_dims=True)
-        least, greatest = tl.split(tl.reduce(joined, 1, _least_pair, keep_dims=True))
-        least, greatest = _least_pair(least, least >> 16), _least_pair(greatest, greatest >> 16)
+        joined = tl.join(least_pair(ranges[0], ranges[1]), least_pair(ranges[2], ranges[3]))
+        joined = tl.reduce(joined, 4, least_pair, keep_dims=True)
+        least, greatest = tl.split(tl.reduce(joined, 1, least_pair, keep_dims=True))
+        least, greatest = least_pair(least, least >> 16), least_pair(greatest, greatest >> 16)
         return least & 0xFFFF, (greatest ^ _SIGNS) & 0xFFFF
     else:
         UNIT: tl.constexpr = TILE.unit
@@ -151,7 +134,7 @@ def token_limits(words, TILE: tl.constexpr):
 @triton.jit
 def is_beyond(low, high):
     """Whether a range (bits) reaches beyond what is coded, int32."""
-    return (tl.maximum(low & _LARGEST, high & _LARGEST) >= _BEYOND).to(tl.int32)
+    return (tl.maximum(low & LARGEST, high & LARGEST) >= _BEYOND).to(tl.int32)
 
 
 @triton.jit

@@ -23,6 +23,9 @@ from kvz.formats.errors import ConfigError, DamagedFile, InvalidField
 from kvz.kernels.reference import lynx as reference
 
 torch = pytest.importorskip("torch")
+
+from gpu_tensors import placed, to_bits, to_device  # noqa: E402
+
 pytestmark = MARKS
 
 OPTIONS = {
@@ -34,8 +37,6 @@ OPTIONS = {
     "groups of one": {"page_tokens": "5", "group_tokens": "1", "exact_tokens": "0"},
 }
 each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-MARGIN = 64
-POISON = 0x55AA
 
 
 def codec_of(options: dict[str, str]) -> LynxCodec:
@@ -50,28 +51,6 @@ def like_a_cache(shape: tuple[int, int, int], seed: int = 0) -> U16:
     level, spread = rng.normal(size=(2, outer, 1, inner))
     values = level + np.exp(spread) * rng.normal(size=shape)
     return reference.to_bf16(values.astype(np.float32))
-
-
-def to_device(bits: U16) -> torch.Tensor:
-    return torch.from_numpy(bits.view(np.int16).copy()).to(DEVICE).view(torch.bfloat16)
-
-
-def to_bits(tensor: torch.Tensor) -> U16:
-    bits: U16 = tensor.contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
-    return bits
-
-
-def placed(bits: U16, offset: int, gap: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor from element ``offset`` of a longer one on, outer indices ``gap`` further apart;
-    and the longer one."""
-    outer, tokens, inner = bits.shape
-    stride = tokens * inner + gap
-    whole = torch.full(
-        (offset + outer * stride + MARGIN,), POISON, dtype=torch.int16, device=DEVICE
-    )
-    view = whole.as_strided(bits.shape, (stride, inner, 1), offset).view(torch.bfloat16)
-    view.copy_(to_device(bits))
-    return view, whole
 
 
 def check_parity(

@@ -29,6 +29,9 @@ from kvz.formats.codecs.pnmix import KeyConfig, ValueConfig, build_mask
 from kvz.formats.errors import ConfigError, DamagedFile, InvalidField
 
 torch = pytest.importorskip("torch")
+
+from gpu_tensors import placed, to_bits, to_device  # noqa: E402
+
 pytestmark = MARKS
 
 Shape = tuple[int, int, int]
@@ -56,8 +59,6 @@ each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.ke
 USUAL = ("H3L1", "H3L1 by pages", "values of 2 bits")
 HEAD_DIMS = [16, 5] if INTERPRETED else [1, 3, 20, 63, 64, 80, 128, 256, 576]
 FEW_HEAD_DIMS = [16, 5] if INTERPRETED else [1, 20, 63, 64, 576]
-MARGIN = 64
-POISON = 0x55AA
 
 
 def like_a_cache(shape: Shape, seed: int = 0) -> U16:
@@ -81,28 +82,6 @@ def codec_of(config: Config) -> Any:
 def book_of(config: Config, salient: Mask) -> bytes:
     # pairs of one channel
     return build_mask(salient) if isinstance(config, KeyConfig) else b""
-
-
-def to_device(bits: U16) -> torch.Tensor:
-    return torch.from_numpy(bits.view(np.int16).copy()).to(DEVICE).view(torch.bfloat16)
-
-
-def to_bits(tensor: torch.Tensor) -> U16:
-    bits: U16 = tensor.contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
-    return bits
-
-
-def placed(bits: U16, offset: int, gap: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor from element ``offset`` of a longer one on, outer indices ``gap`` further apart;
-    and the longer one."""
-    outer, tokens, inner = bits.shape
-    stride = tokens * inner + gap
-    whole = torch.full(
-        (offset + outer * stride + MARGIN,), POISON, dtype=torch.int16, device=DEVICE
-    )
-    view = whole.as_strided(bits.shape, (stride, inner, 1), offset).view(torch.bfloat16)
-    view.copy_(to_device(bits))
-    return view, whole
 
 
 def reference_chunks(
